@@ -10,7 +10,8 @@ What differs from d1, and why:
 1. Each token is scored in the state that drew it, so the log-probabilities are the sampler's.
 2. A row has a draw for each denoising step; on a block model a draw is that step of all blocks.
 3. Every transition weighs the same, whether it reveals one token or sixteen.
-4. Nothing is random, so all updates of a rollout share the rows of the first.
+4. Nothing is random, so all updates of a rollout share the rows of the first; --train-steps draws
+   some steps for each, without bias.
 5. Advantages are divided by the group's standard deviation.
 
 python   algos/cj_grpo.py                                     # the shipped tiny model on a CPU
@@ -23,11 +24,13 @@ import sys
 from copy import deepcopy
 from dataclasses import dataclass
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # waiting threads give up their core
+sys.path.insert(0, os.path.realpath(f"{__file__}/../.."))
+from distributed.start import start  # before torch
+
+# isort: split
 import torch
 import torch.distributed as dist
 
-sys.path.insert(0, os.path.realpath(f"{__file__}/../.."))
 from distributed.groups import StepMetrics, setup_distributed
 from distributed.sharding import reduce_gradients, register_forwards, sharding
 from models import adapters_off, add_lora, load_weights, meta_model, router_metrics, set_speed
@@ -76,9 +79,11 @@ class Args(RolloutFlags):
     """bidirectional models; eoser (EOS Early Rejection) damps an EOS's confidence in early steps"""
     schedule: Literal["uniform", "ascending"] = "uniform"
     """bidirectional models; ascending (ASS) reveals 1, 2, 4, ... tokens: log2(gen_length) steps"""
+    train_steps: int = 0
+    """denoising steps scored, chosen at random in every update, without bias (ours); 0: all"""
 
     def num_draws(self, replays):
-        return replays
+        return min(self.train_steps or replays, replays)
 
 
 # What differs on the tiny models, with all weights, and on real bidirectional models.
@@ -98,17 +103,19 @@ DRAWS_TOGETHER = False  # the loss is a sum over the K draws of a row
 
 def sample_masks(batch, iteration, args):
     """The forward of one denoising step, which scores what that step revealed. Nothing is
-    random, so that all iterations have the rows of the first.
+    random, so that all iterations have the rows of the first, unless they take some steps each.
 
     The terminal block is scored beyond its EOS too. One pass of a block model replays a step of all
     its blocks, and each block is a transition of its own.
     Weights 1 / (transitions of the sequence x tokens of the transition).
-    -> Rows, R = B, K = num_replays; a sequence that needed fewer steps has draws of weight 0
+    -> Rows, R = B, K steps; a sequence that needed fewer has draws of weight 0
     """
-    if iteration > 0:
+    num_replays = batch.trace.num_replays
+    n = args.num_draws(num_replays)
+    if iteration > 0 and n == num_replays:
         return None
     replay, block = batch.trace.replay_map, batch.block_ids - batch.block_ids.min()  # [B, L]
-    revealed, num_replays = replay >= 0, batch.trace.num_replays
+    revealed = replay >= 0
     transition = block * num_replays + replay.clamp(min=0)
     tokens = torch.zeros(len(replay), int(transition.max()) + 1, device=replay.device)
     tokens.scatter_add_(1, transition, revealed.float())  # [B, number of transitions]
@@ -118,7 +125,7 @@ def sample_masks(batch, iteration, args):
     masked = torch.nn.functional.pad((now >= 0) | ~revealed[:, None], (batch.P, 0))
     rows = Rows(batch, masked, torch.where(now == 0, weight[:, None], 0.0))
     rows.temperature = args.temperature
-    return rows
+    return rows.subsample(n, iteration)
 
 
 def estimate_logps(logps, rows, args):
@@ -282,6 +289,8 @@ def main(args):
         # <<< shared: rollout
         batch.advantages = compute_advantages(rewards, args)
         # >>> shared: learn
+        if args.positive_only:
+            batch.advantages.clamp_(min=0)
         with clock("update"), router_metrics(model) as routing:
             for rows in prepare_rows(model, ref, batch, args):
                 learned = update(model, optimizer, rows, step, args)
@@ -294,4 +303,4 @@ def main(args):
 
 
 if __name__ == "__main__":
-    main(Args.parse(BY_SIZE))
+    start(main, Args, BY_SIZE)

@@ -22,11 +22,13 @@ import sys
 from copy import deepcopy
 from dataclasses import dataclass
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # waiting threads give up their core
+sys.path.insert(0, os.path.realpath(f"{__file__}/../.."))
+from distributed.start import start  # before torch
+
+# isort: split
 import torch
 import torch.distributed as dist
 
-sys.path.insert(0, os.path.realpath(f"{__file__}/../.."))
 from distributed.groups import StepMetrics, setup_distributed
 from distributed.sharding import reduce_gradients, register_forwards, sharding
 from models import adapters_off, add_lora, load_weights, meta_model, router_metrics, set_speed
@@ -83,8 +85,6 @@ class Args(RolloutFlags):
         "low_confidence_static"
     )
     """which masked tokens a step reveals; entropy: those of lowest entropy (official recipe)"""
-    positive_only: bool = False
-    """negative advantages become 0 (ours: docs/curves.md)"""
     RANGES = {"t_range": (1e-6, 0.999999)}
 
     def num_draws(self, replays):
@@ -131,8 +131,7 @@ def compute_advantages(rewards, args):
     groups = rewards.view(-1, G) - rewards[::G, None]  # equal rewards give exactly 0
     # r - mean of the others = G / (G - 1) (r - mean of all)
     scale = G / (G - 1) if args.baseline == "loo" else 1
-    advantages = (scale * (groups - groups.mean(1, keepdim=True))).flatten()
-    return advantages.clamp(min=0) if args.positive_only else advantages
+    return (scale * (groups - groups.mean(1, keepdim=True))).flatten()
 
 
 def policy_loss(estimates, old, ref, rows, args):
@@ -304,6 +303,8 @@ def main(args):
         # <<< shared: rollout
         batch.advantages = compute_advantages(rewards, args)
         # >>> shared: learn
+        if args.positive_only:
+            batch.advantages.clamp_(min=0)
         with clock("update"), router_metrics(model) as routing:
             for rows in prepare_rows(model, ref, batch, args):
                 learned = update(model, optimizer, rows, step, args)
@@ -316,4 +317,4 @@ def main(args):
 
 
 if __name__ == "__main__":
-    main(Args.parse(BY_SIZE))
+    start(main, Args, BY_SIZE)

@@ -14,11 +14,13 @@ import sys
 from copy import deepcopy
 from dataclasses import dataclass
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # waiting threads give up their core
+sys.path.insert(0, os.path.realpath(f"{__file__}/../.."))
+from distributed.start import start  # before torch
+
+# isort: split
 import torch
 import torch.distributed as dist
 
-sys.path.insert(0, os.path.realpath(f"{__file__}/../.."))
 from distributed.groups import StepMetrics, setup_distributed
 from distributed.sharding import reduce_gradients, register_forwards, sharding
 from models import adapters_off, add_lora, load_weights, meta_model, router_metrics, set_speed
@@ -61,8 +63,6 @@ class Args(RolloutFlags):
     """KL coefficient (official train.yaml: 0.04)"""
     p_mask_prompt: float = 0.15
     """probability of masking a prompt token (official train.yaml: 0.15)"""
-    positive_only: bool = False
-    """negative advantages become 0 (ours: docs/curves.md)"""
 
 
 # What differs on the tiny models, and on others where all weights train (rates of ours).
@@ -101,8 +101,7 @@ def compute_advantages(rewards, args):
     """Reward minus group mean, not divided by the std. [B] -> [B]"""
     groups = rewards.view(-1, args.num_generations)
     groups = groups - groups[:, :1]  # equal rewards give exactly 0
-    advantages = (groups - groups.mean(1, keepdim=True)).flatten()
-    return advantages.clamp(min=0) if args.positive_only else advantages
+    return (groups - groups.mean(1, keepdim=True)).flatten()
 
 
 def policy_loss(estimates, old, ref, rows, args):
@@ -250,6 +249,8 @@ def main(args):
         # <<< shared: rollout
         batch.advantages = compute_advantages(rewards, args)
         # >>> shared: learn
+        if args.positive_only:
+            batch.advantages.clamp_(min=0)
         with clock("update"), router_metrics(model) as routing:
             for rows in prepare_rows(model, ref, batch, args):
                 learned = update(model, optimizer, rows, step, args)
@@ -262,4 +263,4 @@ def main(args):
 
 
 if __name__ == "__main__":
-    main(Args.parse(BY_SIZE))
+    start(main, Args, BY_SIZE)

@@ -25,11 +25,13 @@ import sys
 from copy import deepcopy
 from dataclasses import dataclass
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # waiting threads give up their core
+sys.path.insert(0, os.path.realpath(f"{__file__}/../.."))
+from distributed.start import start  # before torch
+
+# isort: split
 import torch
 import torch.distributed as dist
 
-sys.path.insert(0, os.path.realpath(f"{__file__}/../.."))
 from distributed.groups import StepMetrics, setup_distributed
 from distributed.sharding import reduce_gradients, register_forwards, sharding
 from models import adapters_off, add_lora, load_weights, meta_model, router_metrics, set_speed
@@ -93,7 +95,8 @@ class Args(RolloutFlags):
         "low_confidence_static", "low_confidence_dynamic", "random", "entropy", "sequential"
     ] = "low_confidence_static"
     """which masked tokens a step reveals; entropy, sequential: whatever tokens are drawn"""
-    RANGES = {"branches": 2, "gamma": (1e-6, 100)}
+    # the rollouts of --refill are no trees
+    RANGES = {"branches": 2, "gamma": (1e-6, 100), "refill": (0, 0)}
 
 
 # What differs on the tiny models, with all weights, and on real bidirectional models.
@@ -373,6 +376,8 @@ def main(args):
         batch.advantages = compute_advantages(rewards, args)  # [B, depth]
         batch.progress = min(step / (args.schedule_steps or args.max_steps), 1.0)
         # >>> shared: learn
+        if args.positive_only:
+            batch.advantages.clamp_(min=0)
         with clock("update"), router_metrics(model) as routing:
             for rows in prepare_rows(model, ref, batch, args):
                 learned = update(model, optimizer, rows, step, args)
@@ -385,4 +390,4 @@ def main(args):
 
 
 if __name__ == "__main__":
-    main(Args.parse(BY_SIZE))
+    start(main, Args, BY_SIZE)

@@ -24,11 +24,13 @@ import sys
 from copy import deepcopy
 from dataclasses import dataclass
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # waiting threads give up their core
+sys.path.insert(0, os.path.realpath(f"{__file__}/../.."))
+from distributed.start import start  # before torch
+
+# isort: split
 import torch
 import torch.distributed as dist
 
-sys.path.insert(0, os.path.realpath(f"{__file__}/../.."))
 from distributed.groups import StepMetrics, setup_distributed
 from distributed.sharding import reduce_gradients, register_forwards, sharding
 from models import adapters_off, add_lora, load_weights, meta_model, router_metrics, set_speed
@@ -73,8 +75,6 @@ class Args(RolloutFlags):
     """clip range of the ratio (verl default: 0.2)"""
     mc_num: int = 16
     """mask draws per sequence, N (DARE: 16)"""
-    positive_only: bool = False
-    """negative advantages become 0 (ours: docs/curves.md)"""
     beta = 0.0  # no KL: not a flag
     RANGES = {"epsilon": (0, 0.999)}
 
@@ -122,8 +122,7 @@ def compute_advantages(rewards, args):
     """Group-normalised reward; 0 in a group without spread. [B] -> [B]"""
     groups = rewards.view(-1, args.num_generations)
     std, centred = groups.std(1, keepdim=True), groups - groups.mean(1, keepdim=True)
-    advantages = torch.where(std > 1e-4, centred / (std + 1e-6), 0.0).flatten()
-    return advantages.clamp(min=0) if args.positive_only else advantages
+    return torch.where(std > 1e-4, centred / (std + 1e-6), 0.0).flatten()
 
 
 def policy_loss(estimates, old, ref, rows, args):
@@ -277,6 +276,8 @@ def main(args):
         # <<< shared: rollout
         batch.advantages = compute_advantages(rewards, args)
         # >>> shared: learn
+        if args.positive_only:
+            batch.advantages.clamp_(min=0)
         with clock("update"), router_metrics(model) as routing:
             for rows in prepare_rows(model, ref, batch, args):
                 learned = update(model, optimizer, rows, step, args)
@@ -289,4 +290,4 @@ def main(args):
 
 
 if __name__ == "__main__":
-    main(Args.parse(BY_SIZE))
+    start(main, Args, BY_SIZE)

@@ -23,11 +23,13 @@ import sys
 from copy import deepcopy
 from dataclasses import dataclass
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # waiting threads give up their core
+sys.path.insert(0, os.path.realpath(f"{__file__}/../.."))
+from distributed.start import start  # before torch
+
+# isort: split
 import torch
 import torch.distributed as dist
 
-sys.path.insert(0, os.path.realpath(f"{__file__}/../.."))
 from distributed.groups import StepMetrics, setup_distributed
 from distributed.sharding import reduce_gradients, register_forwards, sharding
 from models import adapters_off, add_lora, load_weights, meta_model, router_metrics, set_speed
@@ -76,8 +78,6 @@ class Args(RolloutFlags):
     """share of the policy in an updated reference (official recipe: TRL's default, 0.6)"""
     mc_num: int = 2
     """pairs of masks per sequence, M (official recipes: 2)"""
-    positive_only: bool = False
-    """negative advantages become 0 (ours: docs/curves.md)"""
 
     def num_draws(self, replays):
         return 2 * self.mc_num
@@ -124,8 +124,7 @@ def compute_advantages(rewards, args):
     G = args.num_generations
     groups = rewards.view(-1, G) - rewards[::G, None]  # equal rewards give exactly 0
     # r - mean of the others = G / (G - 1) (r - mean of all)
-    advantages = (G / (G - 1) * (groups - groups.mean(1, keepdim=True))).flatten()
-    return advantages.clamp(min=0) if args.positive_only else advantages
+    return (G / (G - 1) * (groups - groups.mean(1, keepdim=True))).flatten()
 
 
 def policy_loss(estimates, old, ref, rows, args):
@@ -299,6 +298,8 @@ def main(args):
         # <<< shared: rollout
         batch.advantages = compute_advantages(rewards, args)
         # >>> shared: learn
+        if args.positive_only:
+            batch.advantages.clamp_(min=0)
         with clock("update"), router_metrics(model) as routing:
             for rows in prepare_rows(model, ref, batch, args):
                 learned = update(model, optimizer, rows, step, args)
@@ -311,4 +312,4 @@ def main(args):
 
 
 if __name__ == "__main__":
-    main(Args.parse(BY_SIZE))
+    start(main, Args, BY_SIZE)

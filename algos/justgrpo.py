@@ -10,7 +10,7 @@ A block model scores a completion in one pass, a bidirectional one in a pass for
 What differs from d1, and why:
 1. Rollouts go left to right, because then the likelihood is exact.
 2. A bidirectional model, which sees the masks behind a token, takes a pass for each token;
-   --positions scores some of them, without bias. A block model scores all blocks at once.
+   --train-steps scores some of them, without bias. A block model scores all blocks at once.
 3. Advantages are divided by the group's standard deviation. By default no KL and one update.
 
 python   algos/justgrpo.py                                     # the shipped tiny model on a CPU
@@ -23,11 +23,13 @@ import sys
 from copy import deepcopy
 from dataclasses import dataclass
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # waiting threads give up their core
+sys.path.insert(0, os.path.realpath(f"{__file__}/../.."))
+from distributed.start import start  # before torch
+
+# isort: split
 import torch
 import torch.distributed as dist
 
-sys.path.insert(0, os.path.realpath(f"{__file__}/../.."))
 from distributed.groups import StepMetrics, setup_distributed
 from distributed.sharding import reduce_gradients, register_forwards, sharding
 from models import adapters_off, add_lora, load_weights, meta_model, router_metrics, set_speed
@@ -70,14 +72,14 @@ class Args(RolloutFlags):
     """clip range (official code: 0.2)"""
     beta: float = 0.0
     """KL coefficient (official code: no KL)"""
-    positions: int = 0
-    """tokens scored per completion (block models: per block), a new random choice in every update,
-    weighted so that the gradient stays unbiased (ours); 0: all (official code)"""
+    train_steps: int = 0
+    """denoising steps scored, each a token (block models: one of every block), chosen at random in
+    every update, without bias (ours); 0: all (official code)"""
     remasking: Literal["sequential"] = "sequential"
     """left to right"""
 
     def num_draws(self, replays):
-        return min(self.positions or replays, replays)
+        return min(self.train_steps or replays, replays)
 
 
 # What differs on the tiny models, with all weights, and on real bidirectional models.
@@ -85,10 +87,10 @@ BY_SIZE = {
     "tiny": TINY | {"prompts_per_step": 32, "denoising_steps": 4},
     "full": {"learning_rate": 5e-6},
     # a block of one token: a completion ends right behind its EOS. Without a cache a rollout took
-    # 38 s a prompt on an H200, hence few, and some positions instead of all.
+    # 38 s a prompt on an H200, hence few, and some steps instead of all.
     "bidirectional": {
         "block_length": 1, "denoising_steps": 1, "cache": "none", "prompts_per_step": 2,
-        "positions": 16,
+        "train_steps": 16,
     },
 }  # fmt: skip
 RECORDS = "steps"  # the trace holds the step maps
@@ -97,23 +99,18 @@ DRAWS_TOGETHER = False  # the loss is a sum over the K draws of a row
 
 
 def sample_masks(batch, iteration, args):
-    """The forwards of K denoising steps, in random order. Each reveals one token, in every block of
-    a block model, which is scored with it and all later tokens masked.
+    """The forward of one denoising step. It reveals one token, in every block of a block model,
+    which is scored with it and all later tokens masked; what follows the EOS is not scored.
 
-    Weights n / K if the completion took n > K steps, else 1; what follows the EOS is not scored.
-    -> Rows, R = B; a completion that took fewer than K steps has draws of weight 0
+    Weights 1. -> Rows, R = B, K steps; a completion that took fewer has draws of weight 0
     """
-    c, L = batch.completion_mask, batch.completion_mask.shape[1]
-    replay = batch.trace.replay_map.where(c, L)  # [B, L] step of each token; L: stays masked
-    n = (replay * c).amax(1, keepdim=True) + 1  # [B, 1]
-    # column k is about step k; those that did not happen come last
-    noise = batch.uniform(iteration, "steps")[:, batch.P :]
-    order = (noise + (torch.arange(L, device=n.device) >= n)).argsort(1)
-    now = replay[:, None] - order[:, : args.num_draws(batch.trace.num_replays), None]  # [B, K, L]
-    weights = (now == 0) * (n / n.clamp(max=now.shape[1]))[..., None]
-    rows = Rows(batch, torch.nn.functional.pad(now >= 0, (batch.P, 0)), weights)
+    S = batch.trace.num_replays
+    # [B, L] step of each token; S: stays masked
+    replay = batch.trace.replay_map.where(batch.completion_mask, S)
+    now = replay[:, None] - torch.arange(S, device=replay.device)[:, None]  # [B, S, L], 0: this one
+    rows = Rows(batch, torch.nn.functional.pad(now >= 0, (batch.P, 0)), now == 0)
     rows.temperature = args.temperature
-    return rows
+    return rows.subsample(args.num_draws(S), iteration)
 
 
 def estimate_logps(logps, rows, args):
@@ -285,6 +282,8 @@ def main(args):
         # <<< shared: rollout
         batch.advantages = compute_advantages(rewards, args)
         # >>> shared: learn
+        if args.positive_only:
+            batch.advantages.clamp_(min=0)
         with clock("update"), router_metrics(model) as routing:
             for rows in prepare_rows(model, ref, batch, args):
                 learned = update(model, optimizer, rows, step, args)
@@ -297,4 +296,4 @@ def main(args):
 
 
 if __name__ == "__main__":
-    main(Args.parse(BY_SIZE))
+    start(main, Args, BY_SIZE)

@@ -24,11 +24,13 @@ import sys
 from copy import deepcopy
 from dataclasses import dataclass
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # waiting threads give up their core
+sys.path.insert(0, os.path.realpath(f"{__file__}/../.."))
+from distributed.start import start  # before torch
+
+# isort: split
 import torch
 import torch.distributed as dist
 
-sys.path.insert(0, os.path.realpath(f"{__file__}/../.."))
 from distributed.groups import StepMetrics, setup_distributed
 from distributed.sharding import reduce_gradients, register_forwards, sharding
 from models import adapters_off, add_lora, load_weights, meta_model, router_metrics, set_speed
@@ -75,7 +77,7 @@ class Args(RolloutFlags):
     beta: float = 0.02
     """KL coefficient (official command: 0.02)"""
     train_steps: int = 8
-    """denoising steps trained: the largest |A|, or all if fewer (official command: 8)"""
+    """denoising steps trained: the largest |A|; 0, or more than there are: all (official: 8)"""
     steps_of: Literal["group", "sequence"] = "group"
     """|A| summed over the group chooses its steps, or each sequence's own (released code)"""
     # replace the shared fields
@@ -85,10 +87,9 @@ class Args(RolloutFlags):
         "low_confidence_static"
     )
     """which masked tokens a step reveals; rcr (Running Confidence Remasking) may mask them again"""
-    RANGES = {"train_steps": 1}
 
     def num_draws(self, replays):
-        return self.train_steps
+        return min(self.train_steps or replays, replays)
 
 
 # What differs on the tiny models, with all weights, and on real bidirectional models.
@@ -123,8 +124,8 @@ def sample_masks(batch, iteration, args):
     """The state of a chosen step, scored on the step's own prediction. Nothing is random, so that
     all iterations have the rows of the first.
 
-    Chosen are the train_steps steps with the largest |A| among those with a forward. Weights q / M.
-    -> Rows, one per (sequence, chosen step), R <= B train_steps, K = 1
+    Chosen are the K steps with the largest |A| among those with a forward. Weights q / M.
+    -> Rows, one per (sequence, chosen step), R <= B K, one draw each
     """
     if iteration > 0:
         return None
@@ -134,8 +135,9 @@ def sample_masks(batch, iteration, args):
     in_groups = lambda values: values.view(-1, G, A.shape[1])
     # [B / G, S] |A| of a step; -1 if no sequence of the group made it: it is chosen last
     size = in_groups(A.abs() * made).sum(1).masked_fill(~in_groups(made).any(1), -1.0)
-    chosen = size.argsort(dim=1, descending=True, stable=True).argsort(1) < args.train_steps
-    index, step = (chosen.repeat_interleave(G, 0) & made).nonzero(as_tuple=True)  # [R]
+    rank = size.argsort(dim=1, descending=True, stable=True).argsort(1)
+    chosen = (rank < args.num_draws(A.shape[1])).repeat_interleave(G, 0) & made
+    index, step = chosen.nonzero(as_tuple=True)  # [R]
     state, q = tokens[index, step] >= 0, batch.trace.records["logps"][index, step].exp()  # [R, L]
     masked = torch.nn.functional.pad(state, (batch.P, 0))
     weights = torch.where(state, q, 0.0) / state.sum(1, keepdim=True)
@@ -295,6 +297,8 @@ def main(args):
             f"--model {args.model}: mdpo needs a bidirectional model; a {model.attention} one "
             "predicts one block at a time, so its steps have no whole completion to grade"
         )
+    if "+" in args.reward:
+        raise SystemExit(f"--reward {args.reward}: mdpo, which grades every step, has one reward")
     # >>> shared: load
     problems = Problems(args, model, RECORDS, DRAWS_TOGETHER, USES_OLD)
     engine = problems.make_engine(device)
@@ -321,6 +325,8 @@ def main(args):
         best = all_reduce({"best": graded.amax(1).sum()})["best"]
         metrics["reward/best_step"] = best / batch.num_sequences
         # >>> shared: learn
+        if args.positive_only:
+            batch.advantages.clamp_(min=0)
         with clock("update"), router_metrics(model) as routing:
             for rows in prepare_rows(model, ref, batch, args):
                 learned = update(model, optimizer, rows, step, args)
@@ -333,4 +339,4 @@ def main(args):
 
 
 if __name__ == "__main__":
-    main(Args.parse(BY_SIZE))
+    start(main, Args, BY_SIZE)

@@ -8,7 +8,8 @@ loss = sum over masked tokens of -weight logps / divisor, both counted over the 
        Dream (2508.15487)    U(0.001, 1)   1 / t                  answer tokens
          with --cart-p                     from the context       masked tokens
        SDAR  (2510.06303)    U(0.001, 1)   1 / t                  answer tokens
-       LLaDA2.x              U(0.3, 0.8)   1                      masked tokens
+       LLaDA2.x              U(0.3, 0.8)   1                      scored tokens
+         with --edit-rate    others of its visible tokens are replaced, and scored likewise
 
 logps: one pass over the noisy row; a block model: over [clean | noisy], where every block sees
        its own noisy tokens and the clean blocks before it. Documents packed into one row do not
@@ -23,11 +24,13 @@ import sys
 from dataclasses import dataclass
 from typing import Literal
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # waiting threads give up their core
+sys.path.insert(0, os.path.realpath(f"{__file__}/../.."))
+from distributed.start import start  # before torch
+
+# isort: split
 import torch
 import torch.distributed as dist
 
-sys.path.insert(0, os.path.realpath(f"{__file__}/../.."))
 from data.sft import training_rows
 from distributed.groups import StepMetrics, all_reduce, rank_share, setup_distributed
 from distributed.sequence import data_rank
@@ -65,11 +68,14 @@ class Args(RunFlags):
     """LLaDA, Dream: 0 to this many end tokens follow an answer, drawn per answer, and are scored"""
     cart_p: float = 0.0
     """Dream: context-adaptive weights with this parameter (released: 0.1; dllm: 0.3); 0: 1/t"""
+    edit_rate: float = 0.0
+    """LLaDA2.1: share of the visible answer tokens that are replaced by random ones and scored (its
+    report, arXiv 2602.08676, has no rate); 0: none"""
     pack_length: int = 0
     """pack the examples of a step into rows of this many tokens (SDAR: 20480); 0: one per row"""
     group_by_length: bool = True
     """sort the rows of a step by length, so that micro-batches need little padding"""
-    RANGES = {"batch_size": 1, "max_length": 1}
+    RANGES = {"batch_size": 1, "max_length": 1, "edit_rate": (0, 1)}
 
 
 # What differs on the tiny models, and on others where all weights train.
@@ -103,9 +109,9 @@ class Batch:
     num_answers: int  # of the step on all ranks
     num_tokens: int  # answer tokens of the step on all ranks
 
-    def uniform(self):
-        """[B, T] fp64 in [0, 1), keyed by (seed, step, document, position)"""
-        return keyed_uniform(self.seed, self.step, self.document_ids, self.position_ids)
+    def uniform(self, *key):
+        """[B, T] fp64 in [0, 1), keyed by (seed, step, document, position, key)"""
+        return keyed_uniform(self.seed, self.step, self.document_ids, self.position_ids, *key)
 
 
 def context_weights(masked, batch, p):
@@ -134,20 +140,26 @@ def context_weights(masked, batch, p):
 def sample_masks(batch, args, objective):
     """One noise level per document, each uniform, stratified over the step.
 
-    -> masked [B, T] bool, weights [B, T] fp32, divisor of the weighted sum over all ranks
+    -> noisy ids [B, T], weights [B, T] fp32 of the tokens to predict, 0 elsewhere, divisor of the
+    weighted sum over all ranks
     """
     u0 = keyed_uniform(batch.seed, batch.step, torch.tensor(-1, device=batch.input_ids.device))
     u = (u0 + batch.document_ids / batch.num_answers) % 1  # [B, T], equal within a document
     t = (objective.t_max - objective.t_min) * u + objective.t_min
-    masked = (batch.uniform() < t) & batch.answer_mask
-    num_masked = max(all_reduce({"masked": masked.sum()})["masked"], 1)
+    noise, ids, mask = batch.uniform(), batch.input_ids, batch.mask_token_id
+    masked = (noise < t) & batch.answer_mask
+    scored = (noise < t + args.edit_rate * (1 - t)) & batch.answer_mask
+    # any token below the mask token but the right one
+    others = (ids + 1 + (batch.uniform("edit") * (mask - 1)).long()) % mask
+    noisy_ids = ids.where(~scored, others).masked_fill(masked | batch.hidden_mask, mask)
+    num_scored = max(all_reduce({"scored": scored.sum()})["scored"], 1)
     if args.cart_p:
-        return masked, context_weights(masked, batch, args.cart_p), num_masked
-    weights = masked / t if objective.weight == "1/t" else masked.float()
+        return noisy_ids, context_weights(masked, batch, args.cart_p), num_scored
+    weights = scored / t if objective.weight == "1/t" else scored.float()
     if objective.mean == "answers":
         weights = weights / batch.answer_length
-    counts = {"answers": batch.num_answers, "tokens": batch.num_tokens, "masked": num_masked}
-    return masked | batch.hidden_mask, weights.float(), counts[objective.mean]
+    counts = {"answers": batch.num_answers, "tokens": batch.num_tokens, "masked": num_scored}
+    return noisy_ids, weights.float(), counts[objective.mean]
 
 
 def sft_loss(logps, weights, divisor):
@@ -263,13 +275,13 @@ def make_batch(examples, args, model, step, rank, world_size, device):
     return Batch(input_ids, *masks, *keys, *facts)
 
 
-def micro_loss(model, batch, masked, weights, divisor, rows, args):
+def micro_loss(model, batch, noisy_ids, weights, divisor, rows, args):
     """The only forward in training: share of the loss of some rows (a slice) of this rank"""
-    input_ids, scored = batch.input_ids[rows], masked[rows]
+    input_ids, noisy_ids = batch.input_ids[rows, None], noisy_ids[rows, None]
     logps = model.logps(
-        input_ids,
-        torch.where(scored, batch.mask_token_id, input_ids)[:, None],
-        scored[:, None],
+        input_ids[:, 0],
+        noisy_ids,
+        noisy_ids != input_ids,
         batch.valid_mask[rows],
         document_ids=batch.document_ids[rows] if args.pack_length else None,
     )
@@ -300,6 +312,8 @@ def load_rows(held_out, model, args):
         )
     if args.cart_p and not (model.objective.has_cart and 0 < args.cart_p < 1):
         raise SystemExit(f"--cart-p {args.cart_p}: a number between 0 and 1, for Dream alone")
+    if args.edit_rate and not getattr(model, "is_edited", False):
+        raise SystemExit(f"--edit-rate {args.edit_rate}: for LLaDA2 alone, whose sampler edits")
     rows = training_rows(held_out.task, args.data, args.turns)
     # other models would see later turns
     joins = args.turns == "all" and model.objective.tail == "block"
@@ -332,14 +346,12 @@ def main(args):
             noise = sample_masks(batch, args, model.objective)
         with clock("update"), router_metrics(model) as routing:
             metrics = update(model, optimizer, batch, noise, step, args)
-        if args.evaluates(step + 1):
-            with clock("eval"):
-                metrics |= held_out.score(engine, "validation", "eval", model)
         tokens = all_reduce({"tokens": (batch.document_ids >= 0).sum()})["tokens"]
         metrics |= {"speed/tokens_per_s": tokens / clock["time/update"]} | routing
+        metrics |= run.validate(engine, model)
         run.end_step(metrics)
     run.end(engine, model)
 
 
 if __name__ == "__main__":
-    main(Args.parse(BY_SIZE))
+    start(main, Args, BY_SIZE)

@@ -24,11 +24,13 @@ import sys
 from copy import deepcopy
 from dataclasses import dataclass
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # waiting threads give up their core
+sys.path.insert(0, os.path.realpath(f"{__file__}/../.."))
+from distributed.start import start  # before torch
+
+# isort: split
 import torch
 import torch.distributed as dist
 
-sys.path.insert(0, os.path.realpath(f"{__file__}/../.."))
 from distributed.groups import StepMetrics, setup_distributed
 from distributed.sharding import reduce_gradients, register_forwards, sharding
 from models import adapters_off, add_lora, load_weights, meta_model, router_metrics, set_speed
@@ -77,8 +79,6 @@ class Args(RolloutFlags):
     """order of the upper bound (paper, mixture: 1.5, sudoku 1.0; EUBO alone: countdown 2.0)"""
     p_mask_context: float = 0.15
     """probability of masking tokens of the prompt and of earlier blocks (official: 0.15)"""
-    positive_only: bool = False
-    """negative advantages become 0 (ours: docs/curves.md)"""
     beta = 0.0  # no KL: not a flag
     RANGES = {"mc_num": 2, "omega": (0, 1), "eubo_beta": 1}
 
@@ -145,8 +145,7 @@ def compute_advantages(rewards, args):
     """Reward minus group mean, not divided by the std. [B] -> [B]"""
     groups = rewards.view(-1, args.num_generations)
     groups = groups - groups[:, :1]  # equal rewards give exactly 0
-    advantages = (groups - groups.mean(1, keepdim=True)).flatten()
-    return advantages.clamp(min=0) if args.positive_only else advantages
+    return (groups - groups.mean(1, keepdim=True)).flatten()
 
 
 def policy_loss(estimates, old, ref, rows, args):
@@ -290,6 +289,8 @@ def main(args):
         # <<< shared: rollout
         batch.advantages = compute_advantages(rewards, args)
         # >>> shared: learn
+        if args.positive_only:
+            batch.advantages.clamp_(min=0)
         with clock("update"), router_metrics(model) as routing:
             for rows in prepare_rows(model, ref, batch, args):
                 learned = update(model, optimizer, rows, step, args)
@@ -302,4 +303,4 @@ def main(args):
 
 
 if __name__ == "__main__":
-    main(Args.parse(BY_SIZE))
+    start(main, Args, BY_SIZE)

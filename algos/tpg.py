@@ -23,11 +23,13 @@ import sys
 from copy import deepcopy
 from dataclasses import dataclass
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # waiting threads give up their core
+sys.path.insert(0, os.path.realpath(f"{__file__}/../.."))
+from distributed.start import start  # before torch
+
+# isort: split
 import torch
 import torch.distributed as dist
 
-sys.path.insert(0, os.path.realpath(f"{__file__}/../.."))
 from distributed.groups import StepMetrics, setup_distributed
 from distributed.sharding import reduce_gradients, register_forwards, sharding
 from models import adapters_off, add_lora, load_weights, meta_model, router_metrics, set_speed
@@ -46,8 +48,6 @@ TINY = {  # what every method takes on the tiny models
     "prompts_per_step": 16, "warmup_steps": 5, "eval_every": 25, "eval_limit": 512,
 }  # fmt: skip
 # <<< shared: imports
-# isort: split
-import math
 
 
 @dataclass
@@ -71,11 +71,10 @@ class Args(RolloutFlags):
     beta: float = 0.0
     """KL coefficient"""
     train_steps: int = 8
-    """denoising steps scored, n, chosen at random; all if a sequence has fewer"""
-    RANGES = {"train_steps": 1}
+    """denoising steps scored, n, chosen at random in every update, without bias; 0: all"""
 
     def num_draws(self, replays):
-        return min(self.train_steps, replays)
+        return min(self.train_steps or replays, replays)
 
 
 # What differs on the tiny models, with all weights, and on real bidirectional models.
@@ -96,24 +95,17 @@ def sample_masks(batch, iteration, args):
 
     The draws after an EOS in the terminal block count: they decided what was revealed before it.
     Where the order does not depend on the draws, those not revealed are noise and are left out.
-    -> Rows, R = B n / K; K divides n and fits a micro-batch. targets [R, K, T]: the draws
+    -> Rows, R = B, K = n. targets [R, K, T]: the draws
     """
     draws, replay = batch.trace.records["tokens"], batch.trace.replay_map[:, None]
-    (B, S, _), made = draws.shape, (draws >= 0).any(2)  # [B, S]
-    n = args.num_draws(S)
-    u = torch.stack([batch.uniform(iteration, step)[:, batch.P] for step in range(S)], 1)
-    chosen = (u + ~made).argsort(1)[:, :n, None]  # those made come first
-    draws = draws.take_along_dim(chosen, 1)  # [B, n, L]
-    scored = draws >= 0
+    S, scored, pad = draws.shape[1], draws >= 0, torch.nn.functional.pad
+    step = torch.arange(S, device=draws.device)[:, None]
     if args.remasking == "random":
-        scored &= replay == chosen
-    weights = scored * (made.sum(1).clamp(min=n) / n)[:, None, None]
-    K = math.gcd(n, args.micro_batch_size)
-    rows_of = lambda x: torch.nn.functional.pad(x, (batch.P, 0)).view(B * n // K, K, -1)
-    masked = rows_of((replay >= chosen) | (replay < 0))
-    index = torch.arange(B, device=draws.device).repeat_interleave(n // K)
-    rows = Rows(batch, masked, rows_of(weights)[..., batch.P :], index)
-    rows.targets, rows.temperature = rows_of(draws.long().clamp(min=0)), args.temperature
+        scored &= replay == step
+    rows = Rows(batch, pad((replay >= step) | (replay < 0), (batch.P, 0)), scored)
+    rows.targets, rows.temperature = pad(draws.clamp(min=0), (batch.P, 0)), args.temperature
+    rows = rows.subsample(args.num_draws(S), iteration)
+    rows.targets = rows.targets.long()
     return rows
 
 
@@ -274,6 +266,8 @@ def main(args):
         # <<< shared: rollout
         batch.advantages = compute_advantages(rewards, args)
         # >>> shared: learn
+        if args.positive_only:
+            batch.advantages.clamp_(min=0)
         with clock("update"), router_metrics(model) as routing:
             for rows in prepare_rows(model, ref, batch, args):
                 learned = update(model, optimizer, rows, step, args)
@@ -286,4 +280,4 @@ def main(args):
 
 
 if __name__ == "__main__":
-    main(Args.parse(BY_SIZE))
+    start(main, Args, BY_SIZE)

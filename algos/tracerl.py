@@ -24,11 +24,13 @@ import sys
 from copy import deepcopy
 from dataclasses import dataclass
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # waiting threads give up their core
+sys.path.insert(0, os.path.realpath(f"{__file__}/../.."))
+from distributed.start import start  # before torch
+
+# isort: split
 import torch
 import torch.distributed as dist
 
-sys.path.insert(0, os.path.realpath(f"{__file__}/../.."))
 from distributed.groups import StepMetrics, setup_distributed
 from distributed.sharding import reduce_gradients, register_forwards, sharding
 from models import adapters_off, add_lora, load_weights, meta_model, router_metrics, set_speed
@@ -76,8 +78,12 @@ class Args(RolloutFlags):
     """clip range (official rl_sdar.yaml: 0.2)"""
     kl_to_old: float = 0.01
     """coefficient of the KL to the policy before the rollout's updates (official beta: 0.01)"""
+    nll_weight: float = 0.0
+    """of -log p of right completions, a mean over their tokens (LightningRL, 2603.13319: 0.1)"""
     shrink: int = 1
     """denoising steps that a row merges (official rl_sdar.yaml: 1; rl_llada.yaml: 8)"""
+    train_steps: int = 0
+    """rounds scored, chosen at random in every update, without bias (ours); 0: all"""
     row_mean: bool = False
     """divide a row by its own tokens (official rl_llada.py), not by --gen-length (rl_sdar.py)"""
     accuracy_range: tuple[float, float] = (0.2, 0.8)
@@ -94,7 +100,8 @@ class Args(RolloutFlags):
     RANGES = {"shrink": 1}
 
     def num_draws(self, replays):
-        return -(-replays // self.shrink)  # rounded up
+        rounds = -(-replays // self.shrink)  # rounded up
+        return min(self.train_steps or rounds, rounds)
 
 
 # What differs on the tiny models, with all weights, and on real bidirectional models.
@@ -116,15 +123,16 @@ DRAWS_TOGETHER = False  # the loss is a sum over the K draws of a row
 def sample_masks(batch, iteration, args):
     """Draw k is the state before round k, of all blocks at once, and scores what round k revealed.
 
-    Nothing is random. Completions of groups that are left out and of other updates have weight 0.
-    -> Rows, R = B, K rounds; each token up to the EOS is scored in one draw of one update
+    Completions of groups that are left out and of other updates have weight 0. -> Rows, R = B, K
+    rounds; with all of them each token up to the EOS is scored in one draw of one update
     """
     G = args.num_generations
     mine = batch.advantages.view(-1, G).any(1).repeat_interleave(G)  # a group as a whole, [B]
     if args.minibatches:
         mine &= batch.trace.sample_index % args.num_iterations == iteration
     rounds = (batch.trace.reveal_map // args.shrink)[:, None]  # [B, 1, L], -1: never revealed
-    k = torch.arange(args.num_draws(batch.trace.num_replays), device=rounds.device)[:, None]
+    num_replays = batch.trace.num_replays
+    k = torch.arange(-(-num_replays // args.shrink), device=rounds.device)[:, None]
     scored = (rounds == k) & (batch.completion_mask & mine[:, None])[:, None]
     size = scored.sum(2, keepdim=True).clamp(min=1) if args.row_mean else args.gen_length
     masked = torch.nn.functional.pad((rounds >= k) | (rounds < 0), (batch.P, 0))
@@ -133,7 +141,10 @@ def sample_masks(batch, iteration, args):
     rows.sequence = torch.arange(len(mine), device=mine.device)
     # draws with a scored token, over all ranks: the rows of the paper
     rows.total = max(all_reduce({"rows": scored.any(2).sum()})["rows"], 1)
-    return rows
+    if args.nll_weight:
+        right = (batch.rewards >= 1).float()
+        rows.right = right / (all_reduce({"": rows.weights.sum((1, 2)) @ right})[""] or 1)  # [B]
+    return rows.subsample(args.num_draws(num_replays), iteration)
 
 
 def estimate_logps(logps, rows, args):
@@ -147,7 +158,8 @@ def compute_advantages(rewards, args):
     """
     groups = rewards.view(-1, args.num_generations)
     std, mean = torch.std_mean(groups, 1, correction=0, keepdim=True)
-    is_trained = (std > 1e-4) & (mean == mean.clamp(*args.accuracy_range))
+    # several rewards have a rounded mean
+    is_trained = (std > 1e-4) & ((mean - mean.clamp(*args.accuracy_range)).abs() < 1e-4)
     return torch.where(is_trained, (groups - mean) / std, 0.0).flatten()
 
 
@@ -168,8 +180,12 @@ def policy_loss(estimates, old, ref, rows, args):
     policy = (-torch.minimum(ratio * A, clipped * A) * c).sum()
     log_ratio = old - estimates
     kl = ((log_ratio.expm1() - log_ratio) * c).sum()  # k3
-    return policy + args.kl_to_old * kl, {
+    nll = torch.zeros_like(kl)
+    if args.nll_weight:
+        nll = -(estimates * rows.weights * rows.right[:, None, None]).sum()
+    return policy + args.kl_to_old * kl + args.nll_weight * nll, {
         "loss/policy": policy,
+        "loss/nll": nll,
         "loss/kl": kl,
         "policy/ratio": (ratio * c).sum(),
         "policy/clip_frac": ((clipped * A < ratio * A) * c).sum(),
@@ -199,12 +215,15 @@ def update_values(model, optimizer, batch, step, args):
 
     -> metrics of the last update
     """
-    (rows,) = prepare_rows(model, None, batch, replace(args, num_iterations=1))  # of all updates
+    whole = replace(args, num_iterations=1, train_steps=0)  # every token needs its value
+    (rows,) = prepare_rows(model, None, batch, whole)
     values = frozen_estimates(model, rows, args).sum(1)
     values = values.new_zeros(batch.completion_mask.shape).index_add(0, rows.sequence, values)
     steps = batch.block_ids * args.gen_length + batch.trace.reveal_map // args.shrink
     steps = steps.where(batch.completion_mask, -1)
     batch.token_advantages = gae(batch.advantages, values, steps, args.gamma, args.lam)
+    if args.positive_only:
+        batch.token_advantages.clamp_(min=0)
     returns = gae(batch.advantages, 0 * values, steps, args.gamma, 1)
     rate = replace(args, learning_rate=args.value_learning_rate)
     for rows in prepare_rows(model, None, batch, rate):
@@ -346,6 +365,8 @@ def main(args):
             with clock("value"):
                 metrics |= update_values(*critic, batch, step, args)
         # >>> shared: learn
+        if args.positive_only:
+            batch.advantages.clamp_(min=0)
         with clock("update"), router_metrics(model) as routing:
             for rows in prepare_rows(model, ref, batch, args):
                 learned = update(model, optimizer, rows, step, args)
@@ -358,4 +379,4 @@ def main(args):
 
 
 if __name__ == "__main__":
-    main(Args.parse(BY_SIZE))
+    start(main, Args, BY_SIZE)

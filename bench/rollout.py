@@ -18,9 +18,12 @@ from itertools import product
 from pathlib import Path
 from typing import Literal
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import distributed.start  # noqa: F401
+
+# isort: split
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from bench.timing import report, timed
 from distributed.groups import own_device
 from models import load_model, meta_model
@@ -60,19 +63,15 @@ def measure(engine, rows, length, mask_token_id, settings):
     samples = math.gcd(rows, 8)
     torch.manual_seed(0)
     prompts = torch.randint(mask_token_id, (rows // samples, length)).tolist()
-    return speed(lambda: engine.generate(prompts, num_samples=samples, **settings))[1]
-
-
-def speed(roll):
-    """roll() -> Trace. Called twice. -> the Trace of the second call, and its rates"""
+    roll = lambda: engine.generate(prompts, num_samples=samples, **settings)
     first_s, _ = timed(roll)
     seconds, trace = timed(roll)
     tokens = int(trace.completion_mask.sum())
     facts = {"tokens_per_s": tokens / seconds, "seconds": seconds, "first_s": first_s}
     if trace.num_forwards is not None:  # lmdeploy does not tell
-        rows, forwards = len(trace.num_forwards), int(trace.num_forwards.sum())
+        forwards = int(trace.num_forwards.sum())
         facts |= {"forwards": forwards / rows, "tokens_per_forward": tokens / forwards}
-    return trace, facts
+    return facts
 
 
 def main(args):

@@ -31,13 +31,12 @@ def report(facts, function, *args):
     "error". -> the dict
     """
     gc.collect()
+    torch.cuda.empty_cache()
     if torch.cuda.is_available():
-        torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     try:
         found = function(*args)
-        if torch.cuda.is_available():
-            found["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+        found["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
     except (Exception, SystemExit) as error:
         traceback.print_exc()
         found = {"error": f"{type(error).__name__}: {error}"[:300]}

@@ -1,4 +1,5 @@
-"""Rows for algos/sft.py from a model's own answers: right ones, and a share of the wrong ones.
+"""Rows for algos/sft.py from a model's own answers: right ones, and a share of the wrong ones; for
+algos/distill.py right ones as ids, with the order in which the model revealed them.
 
     python evals/run.py --model DIR --tasks gsm8k --split train --samples 8 --temperature 0.8
     python data/own_samples.py --samples runs/eval-gsm8k-... --out own.jsonl
@@ -10,10 +11,22 @@ distil only what is right take --wrong 0.
 
 import random
 import sys
+from array import array
 from json import dumps
 
 sys.path.insert(0, __file__.rpartition("/data/")[0])
+import distributed.start  # noqa: F401
+
+# isort: split
+import torch
+from torch.nn.utils.rnn import pad_sequence
+
 from data.rows import read_rows
+from data.tokens import TokenRows, question
+from distributed.disk import writing
+from models import prompt_ids
+from rollout.rows import Batch
+from rollout.traces import Trace
 
 
 def main(samples: list[str], out: str, wrong: float = 1.0):
@@ -34,9 +47,38 @@ def main(samples: list[str], out: str, wrong: float = 1.0):
     others = sorted(is_right.keys() - right)
     random.Random(0).shuffle(others)
     others = others[: round(wrong * len(right))]
-    with open(out, "w") as file:
+    with writing(out), open(out, "w") as file:
         file.writelines(right + others)
     print(f"{out}: {len(right):,} right answers and {len(others):,} wrong ones")
+
+
+def right_answers(path, tokenizer, asked):
+    """path: one of `samples` below; asked: the prompts that the run is scored on -> TokenRows of
+    prompt, canvas, and of each of its tokens the number of the forward that revealed it, -1 of
+    masks"""
+    rows, asked = read_rows(path, "samples", ()), set(map(question, asked))
+    kept = [
+        [
+            array("i", ids)
+            for ids in (prompt_ids(tokenizer, row["prompt"]), row["canvas_ids"], row["reveals"])
+        ]
+        for row in rows
+        if row["score"] == 1 and not row["truncated"] and question(row["prompt"]) not in asked
+    ]
+    why = "are wrong, have no end, or ask what the run is scored on"
+    return TokenRows(kept, [f"{len(rows) - len(kept):,} {why}"])
+
+
+def batch_of(rows, index, seed, model, device):
+    """Rows of right_answers, with their numbers in the step -> Batch, of which all that the rollout
+    revealed may be scored"""
+    table = [torch.tensor(row[1:], device=device).T for row in rows]
+    lengths, index = torch.tensor([[*map(len, table)], index], device=device)
+    canvas, reveals = pad_sequence(table, True, -1).unbind(2)
+    facts = canvas.clamp(min=0), reveals >= 0, lengths, reveals, None, index, None, {"seed": seed}
+    batch = Batch(Trace([row[0] for row in rows], *facts), model)
+    batch.advantages = lengths  # 0 of none, so that none is left out
+    return batch
 
 
 if __name__ == "__main__":

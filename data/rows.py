@@ -2,12 +2,13 @@
 
 import csv
 import gzip
-import json
 import os
 import re
 from functools import cache
 from itertools import islice
 from pathlib import Path
+
+from distributed.disk import json_object, one_line
 
 BATCH = 1024  # rows of a parquet file that are Python values at a time
 
@@ -38,10 +39,10 @@ def open_rows(path, split, presets, config=None):
             yield from datasets.load_dataset(**at_revision(path), name=config, split=split)
         except Exception as error:  # no such id or split, no network, bad files, a script
             said = f"no file, and the hub says: {one_line(error)} (--data FILE reads a copy)"
-            raise SystemExit(f"--data {path}: {said}") from error
+            raise SystemExit(f"{path}: {said}") from error
     else:
         known = f"; presets: {', '.join(presets)}" if presets else ""
-        raise SystemExit(f"--data {path}: no such file that ends in {', '.join(READERS)}{known}")
+        raise SystemExit(f"{path}: no such file that ends in {', '.join(READERS)}{known}")
 
 
 def read_rows(path, split, presets, limit=None, config=None):
@@ -165,17 +166,6 @@ def read_jsonl(path):
         yield from (row for _, row in objects(path, file))
 
 
-def json_object(raw):
-    """One line of a .jsonl file, as bytes -> its object. ValueError says what is wrong with it."""
-    try:
-        row = json.loads(raw)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"not JSON: {one_line(error)}") from error
-    if not isinstance(row, dict):
-        raise ValueError(f"a JSON object is needed, not {type(row).__name__}")
-    return row
-
-
 def objects(path, lines):
     """(line, its object) of the lines that are not empty. SystemExit names one that has none."""
     for number, line in enumerate(lines, 1):
@@ -184,16 +174,6 @@ def objects(path, lines):
                 yield line, json_object(line)
         except ValueError as error:
             raise SystemExit(f"{path} line {number}: {error}") from error
-
-
-def read_json(path):
-    """The object that a JSON file holds. SystemExit if it is damaged or missing."""
-    try:
-        return json_object(path.read_bytes())
-    except OSError as error:
-        raise SystemExit(f"{path}: {error.strerror}") from error
-    except ValueError as error:
-        raise SystemExit(f"{path} is damaged: {error}") from error
 
 
 def complete_lines(path):
@@ -229,8 +209,3 @@ def read_parquet(path):
 
 
 READERS = {".jsonl": read_jsonl, ".csv": read_csv, ".parquet": read_parquet, ".gz": read_jsonl}
-
-
-def one_line(error):
-    """What an error says, on one line of at most 200 characters."""
-    return " ".join(str(error).split())[:200] or type(error).__name__

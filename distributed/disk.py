@@ -1,8 +1,9 @@
-"""Files and directories that appear only when complete, work that rank 0 does for all ranks, and
-progress bars.
+"""Files and directories that appear only when complete, JSON, work that rank 0 does for all ranks,
+and progress bars.
 """
 
 import fcntl
+import json
 import os
 import shutil
 import sys
@@ -60,34 +61,52 @@ def write_atomically(path, text):
         temporary.replace(path)
 
 
+def one_line(error):
+    """What an error says, on one line of at most 200 characters."""
+    return " ".join(str(error).split())[:200] or type(error).__name__
+
+
+def json_object(raw):
+    """JSON as bytes -> its object. ValueError says what is wrong with it."""
+    try:
+        found = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"not JSON: {one_line(error)}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"a JSON object is needed, not {type(found).__name__}")
+    return found
+
+
+def read_json(path):
+    """The object that a JSON file holds. SystemExit if it is missing or damaged."""
+    try:
+        return json_object(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"{path} cannot be read, copy it again: {error}") from error
+
+
 def hold(directory):
     """Keep other processes out of a run directory until this one ends, however it ends. SystemExit
-    if one works there.
+    if one works there; a line on stderr where the file system has no locks.
     """
     with writing(directory):  # the descriptor stays open: closing it would free the lock
         descriptor = os.open(Path(directory) / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
-    lock(descriptor, directory, "process")
-
-
-def lock(file, directory, kind):
-    """Lock an open file of a directory. SystemExit if another `kind` of program has done so; a line
-    on stderr where the file system has no locks.
-    """
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
-        problem = f"another {kind} works there; wait for its end, or take a new --out"
+        problem = "another process works there; wait for its end, or take a new --out"
         raise SystemExit(f"{directory}: {problem}") from error
     except OSError as error:
-        said = f"{directory}: no lock ({error.strerror}): start no second {kind} there"
+        said = f"{directory}: no lock ({error.strerror}): start no second process there"
         print(said, file=sys.stderr)
 
 
 def new_directory(path):
-    """Make directory `path`, or path-2, path-3, ... if it exists. -> Path; raises OSError."""
+    """Make directory `path`, or path-2, path-3, ... if it exists. -> Path"""
     for number in count(1):
         directory = Path(path if number == 1 else f"{path}-{number}")
-        with suppress(FileExistsError):  # mkdir itself is the test: two runs never share a name
+        # mkdir itself is the test: two runs never share a name
+        with writing(path), suppress(FileExistsError):
             directory.mkdir(parents=True)
             return directory
 

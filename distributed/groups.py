@@ -72,6 +72,13 @@ def all_reduce(values):
     return dict(zip(values, tensor.tolist(), strict=True))
 
 
+def gather(item):
+    """-> [item of every rank], on every rank"""
+    items = [None] * dist.get_world_size()
+    dist.all_gather_object(items, item)
+    return items
+
+
 class StepMetrics(Counter):
     """Sums of an optimizer step's metrics over its micro-batches; then over ranks."""
 
@@ -89,8 +96,8 @@ class StepMetrics(Counter):
         """
         metrics, norm = all_reduce(self), norm.full_tensor().item()
         if not math.isfinite(metrics["loss/total"] + norm):
-            own = f"loss {float(self['loss/total'])} on rank {dist.get_rank()}"
-            where = f"not finite at step {step}: {own}, gradient norm {norm}"
+            losses = gather(self["loss/total"].item())
+            where = f"not finite at step {step}: loss {losses!r:.200} by rank, gradient norm {norm}"
             raise SystemExit(f"{where}; the optimizer has not stepped")
         weights = {name: metrics.pop(name) for name in list(metrics) if name.endswith("/weight")}
         divisors = {name: weights.get(f"{name.split('/')[0]}/weight", 1) for name in metrics}

@@ -4,6 +4,7 @@ training."""
 import math
 import re
 from collections import Counter
+from functools import partial
 from importlib import import_module
 from numbers import Real
 from pathlib import Path
@@ -20,7 +21,7 @@ from rollout.traces import Completion
 
 # scored once at the start of a command, so that a sandbox that does not work stops it before any
 # work is done
-TRIAL = Completion("```python\npass\n```", 1, False)
+TRIAL = Completion("```python\npass\n```", 1, False, 1)
 KEPT = 32  # answers to held-out problems that a run keeps for its report
 
 TAGGED = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
@@ -54,7 +55,7 @@ def load_task(name, instead=None):
             setattr(task, part, guarded(name, getattr(task, part), *limits))
     else:
         files = Path(__file__).parent.glob("*.py")
-        is_task = lambda file: f'main("{file.stem}")' in file.read_text(encoding="utf-8")
+        is_task = lambda file: "\n    import command" in file.read_text(encoding="utf-8")
         if name not in (tasks := sorted(file.stem for file in files if is_task(file))):
             raise SystemExit(f"unknown task {name!r}: use one of {', '.join(tasks)}")
         module = import_module(f"evals.{name}")
@@ -70,7 +71,7 @@ def load_examples(task, split, data, limit=None, divided=False):
     if divided:
         examples = [one for one in examples if split_of(task.prompt(one)) == split][:limit]
     if not examples:
-        raise SystemExit(f"--data {data}: no problems in it for {split}")
+        raise SystemExit(f"{data or task.NAME}: no problems in it for {split}")
     return examples
 
 
@@ -84,7 +85,7 @@ def load_problems(task, split, data, tokenizer, max_prompt_length, limit=None, d
     examples = load_examples(task, split, data, limit, divided)
     if examples[0].get("style") == "compact" and not is_tiny(tokenizer.name_or_path):
         raise SystemExit(
-            f"--data {data or 'default'}: prompts without words, for tiny models; "
+            f"{data or 'default'}: prompts without words, for tiny models; "
             "for others countdown has cd3, sudoku sudoku4-tags"
         )
     if not isinstance(prompt := task.prompt(examples[0]), list | tuple):
@@ -118,10 +119,8 @@ def score_all(task, completions, examples):
     """-> [score], on all cores: by the task's own score_batch if it has one. SystemExit unless each
     is a number in [0, 1], up to rounding.
     """
-    if hasattr(task, "score_batch"):
-        scores = list(task.score_batch(completions, examples))
-    else:
-        scores = in_threads(task.score, completions, examples)
+    judge = getattr(task, "score_batch", None) or partial(in_threads, task.score)
+    scores = [*judge(completions, examples)]
     valid = [score for score in scores if isinstance(score, Real) and -1e-6 <= score <= 1 + 1e-6]
     if not len(valid) == len(scores) == len(completions):
         needed = f"{len(completions)} numbers in [0, 1] are needed as scores"

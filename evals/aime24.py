@@ -10,9 +10,7 @@ problems of 2025, with another prompt, as in DARE.
 """
 
 if __name__ == "__main__":
-    from command import main
-
-    main("aime24")
+    import command  # noqa: F401
 
 from dataclasses import dataclass
 from fractions import Fraction

@@ -5,8 +5,6 @@ python evals/aime25.py --completions FILE.jsonl --data test_aime2025.parquet
 """
 
 if __name__ == "__main__":
-    from command import main
-
-    main("aime25")
+    import command  # noqa: F401
 
 from evals.aime24 import aime25 as task  # noqa: F401

@@ -12,9 +12,7 @@ compares the options on test, as for base models (LLaDA-8B-Base 45.9): a differe
 """
 
 if __name__ == "__main__":
-    from command import main
-
-    main("arc_c")
+    import command  # noqa: F401
 
 from evals.choices import LETTERS, Choices, Form
 

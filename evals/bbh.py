@@ -13,9 +13,7 @@ text after the first "answer is" and is case-sensitive; here the last one counts
 """
 
 if __name__ == "__main__":
-    from command import main
-
-    main("bbh")
+    import command  # noqa: F401
 
 import json
 import re
@@ -54,7 +52,7 @@ def load(split, path=None, limit=None):
             shots = (folder / f"cot-prompts/{task}.txt").read_text("utf-8")
         except (OSError, ValueError, LookupError) as error:
             raise SystemExit(
-                f"--data {folder}: no such clone of github.com/suzgunmirac/BIG-Bench-Hard, with "
+                f"{folder}: no such clone of github.com/suzgunmirac/BIG-Bench-Hard, with "
                 f"bbh/{task}.json and cot-prompts/{task}.txt ({type(error).__name__})"
             ) from error
         own = {"subject": task, "shots": shots.rpartition("\n-----\n")[2].strip()}

@@ -11,9 +11,7 @@ because test has no labels.
 """
 
 if __name__ == "__main__":
-    from command import main
-
-    main("ceval")
+    import command  # noqa: F401
 
 from evals.choices import Choices, Form
 
@@ -89,8 +87,12 @@ class CEval(Choices):
     heading = "以下是中国关于{topic}的单项选择题，请选出其中的正确答案。\n\n"
 
     def read(self, row):
-        options, example = [row[label] for label in "ABCD"], {"question": row["question"]}
-        return example | {"options": options, "gold": row["answer"], "subject": row["subject"]}
+        return {
+            "question": row["question"],
+            "options": [row[label] for label in "ABCD"],
+            "gold": row["answer"],
+            "subject": row["subject"],
+        }
 
 
 task = CEval()

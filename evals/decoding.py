@@ -93,11 +93,10 @@ def read(table):
     for line in table.strip().splitlines():
         if line.startswith("#"):
             continue
-        models, tasks, length, block, steps, *others = line.split()
-        row = {"gen_length": int(length)}
-        row["block_length"] = None if block == "own" else int(block)
-        row["denoising_steps"] = None if steps == "own" else int(steps)
-        for name, value in (other.split("=") for other in others):
+        models, tasks, *words = line.split()
+        numbers = (None if word == "own" else int(word) for word in words[:3])
+        row = dict(zip(("gen_length", "block_length", "denoising_steps"), numbers, strict=True))
+        for name, value in (word.split("=") for word in words[3:]):
             row[name] = type(BASE[name])(value)
         for model in models.split(","):
             rows = settings.setdefault(model, {})

@@ -41,7 +41,7 @@ def source_and_style(data, default, styles=STYLES):
     if name in styles:
         return source or default, {"style": styles[name]}
     if Path(source).is_file():
-        raise SystemExit(f"--data {data}: no style {name!r}; known: {', '.join(styles)}")
+        raise SystemExit(f"{data}: no style {name!r}; known: {', '.join(styles)}")
     return data or default, {}
 
 

@@ -15,9 +15,7 @@ ML-GSAI/LLaDA and yjyddq/DARE. One question is half a point; the standard error 
 """
 
 if __name__ == "__main__":
-    from command import main
-
-    main("gpqa")
+    import command  # noqa: F401
 
 import re
 from pathlib import Path

@@ -11,9 +11,7 @@ million is no number.
 """
 
 if __name__ == "__main__":
-    from command import main
-
-    main("gsm8k")
+    import command  # noqa: F401
 
 import re
 from fractions import Fraction
@@ -182,15 +180,18 @@ RANGE = re.compile(  # 18 or 20, 18-20, 18, 20, 18 1/2, 18 times 4, 18 and a hal
     r"(?i)\s*(?:(?:(?:or|to|and|over|times)\b|[-+/^x×÷·⋅~,;]|\*{1,2})\s*(?:[0-9]|(?:two|three|ten)\b)"
     r"|(?:plus|minus|(?:divid|multipli)ed by)\b|and (?:a |one )?(?:half|third|quarter)\b)|\s+[0-9]"
 )
-# behind it is the answer: "the answer is 18", "Answer: 18", or 20 of "the answer is 18. No, it is
-# 20". But not the headings "#### 1. Add up" and "Answer: 1. Add up", nor a comment of code
+# behind it is the answer: "the answer is 18", "Answer: 18", "Wait, no: 18", or 20 of "the answer is
+# 18. No, it is 20". But not the headings "#### 1. Add up" and "Answer: 1. Add up", nor a comment of
+# code
 STATEMENT = re.compile(
     r"(?:(?:####(?!\W{0,9}\d+[.)]\s*\w)|(?<!(?<!#)# )answer[*_]{0,2}\s?[:=](?!\W{0,9}1[.)]\s))"
     rf"(?=[\s*]{{0,9}}{NUMBER})"
     r"|answer(?: \([^()\n]{0,40}\)| (?:to|for|of|in) [^.:=\n]{0,60}?)?,?(?: \w{2,12},?)?"
     r" (?:is|(?:would|should|must|will)(?: (?!not)\w{2,12})? be)\b(?! not))"
     r"(?:[^\n]{0,60}[.!?\n]\s{0,4}(?:(?:no|wait|actually|sorry)[,.:!]\s{1,4}){1,3}"
-    r"(?:(?:it|that)(?:'s|\s+is)(?! not)|(?=\**[0-9])))?",
+    r"(?:(?:it|that)(?:'s|\s+is)(?! not)|(?=\**[0-9])))?"
+    r"|(?:^|[.!?\n]\s{0,4})(?:(?:no|wait|actually|sorry|correction)[,.:!]\s{1,4}){1,3}"
+    rf"(?:(?:it|that)(?:'s|\s(?:is|should be))\s)?(?=\W{{0,9}}{NUMBER}\W{{0,9}}(?:\n|$))",
     re.IGNORECASE,
 )
 SENTENCE_END = re.compile(r"\n|[.!?](?=\s|$)")
@@ -248,11 +249,11 @@ def extract(completion, example):
 
     It is the final answer (boxes and answer tags), if it is a sentence the number in it. Unless the
     prompt asks for answer tags, a number stated on a later line replaces it, and without one the
-    last statement of all counts: the sentence behind "####" or "Answer:" (if a number follows) or
-    "answer is", else the last sentence with a number. In it the first number behind the last "="
-    counts, without "=" the first of a statement and the last of another sentence; but not one that
-    begins or ends a list, or is calculated with: 1, 2, 3. A question that the model asks itself,
-    and what follows, are not read.
+    last statement of all counts: the sentence behind "####", "Answer:" or "Wait, no:" (if a
+    number follows) or "answer is", else the last sentence with a number. In it the first number
+    behind the last "=" counts, without "=" the first of a statement and the last of another
+    sentence; but not one that begins or ends a list, or is calculated with: 1, 2, 3. A question
+    that the model asks itself, and what follows, are not read.
     """
     completion = rewritten(own_part(completion[-MAX_TEXT:]), BOXES)
     last = final_answer(completion)
@@ -292,7 +293,7 @@ def normalised(answer):
     return match[1] + match[2].replace(",", "") if is_equal else None
 
 
-def stated(text, answer=None):
+def stated(text, answer):
     """The number that plain text states, by the rules of `extract`; None if there is none. answer:
     the final answer in front of it, which only a statement that begins with a number replaces."""
     for statement in reversed(STATEMENT.split(text)[1:]):

@@ -12,9 +12,7 @@ for base models: LLaDA-8B-Base 70.5, a different quantity.
 """
 
 if __name__ == "__main__":
-    from command import main
-
-    main("hellaswag")
+    import command  # noqa: F401
 
 import re
 

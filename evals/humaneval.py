@@ -11,9 +11,8 @@ which then does not parse.
 """
 
 if __name__ == "__main__":
-    from command import main
+    import command  # noqa: F401
 
-    main("humaneval")
 
 import re
 import textwrap
@@ -71,8 +70,8 @@ def program(completion, example):
     indent = lambda text: textwrap.indent(textwrap.dedent(text), "    ")
     indent_first = lambda text: re.sub(r"\A[^\S\n]*", "    ", text)
     cut = re.split(r"\n(?=\S)", code, maxsplit=1)[0]
-    forms = [form(text) for text in (code, cut) for form in (indent, str, indent_first)]
-    programs = [f"{stub}{form}\n" for form in forms]
+    forms = indent, str, indent_first
+    programs = [f"{stub}{form(text)}\n" for text in (code, cut) for form in forms]
     return first_program(programs) or programs[0]
 
 

@@ -14,9 +14,7 @@ runner calls it as a function with a fake stdin. There is no train split. LLaDA2
 """
 
 if __name__ == "__main__":
-    from command import main
-
-    main("livecodebench")
+    import command  # noqa: F401
 
 import base64
 import json
@@ -218,7 +216,7 @@ def files_of(path, split):
     if path not in RELEASES:
         if not Path(path).is_file():
             known = ", ".join(PRESETS)
-            raise SystemExit(f"--data {path}: no such preset or file; presets: {known}")
+            raise SystemExit(f"{path}: no such preset or file; presets: {known}")
         return [path]
     import huggingface_hub  # here, because scoring a file does not need it
 
@@ -229,7 +227,7 @@ def files_of(path, split):
         return [fetch(f"test{n if n > 1 else ''}.jsonl") for n in RELEASES[path]]
     except Exception as error:  # no network, no such file; httpx has errors of its own
         raise SystemExit(
-            f"--data {path}: {HUB} is not available from the hub ({one_line(error)}); "
+            f"{path}: {HUB} is not available from the hub ({one_line(error)}); "
             "--data FILE.jsonl reads a copy"
         ) from error
 

@@ -12,9 +12,7 @@ with MATH-500. DARE's rows for LLaDA, Dream and LLaDA2 use 5,000 problems and a 
 """
 
 if __name__ == "__main__":
-    from command import main
-
-    main("math500")
+    import command  # noqa: F401
 
 import re
 import sys

@@ -132,8 +132,8 @@ def boxes(text, unclosed=False):
 def last_box(text):
     """Stripped content of the last complete box that is not empty, in the last MAX_TEXT characters;
     None if there is none. Unclosed boxes do not count."""
-    found = [box.strip() for box in boxes(text[-MAX_TEXT:])]
-    return next(filter(None, reversed(found)), None)
+    found = filter(None, map(str.strip, boxes(text[-MAX_TEXT:])))
+    return [None, *found][-1]
 
 
 def math_verify(answer, gold, tolerance=0.0):
@@ -146,7 +146,7 @@ def math_verify(answer, gold, tolerance=0.0):
     if answer == gold:
         return True
     ours, theirs = number(answer), number(gold)
-    if ours is not None and theirs is not None:
+    if None not in (ours, theirs):
         gap = abs(ours - theirs)
         if gap <= 1.01 * tolerance:
             return True
@@ -247,17 +247,19 @@ def ask(kind, *question):
 _verdict = lru_cache(2**16)(partial(ask, "math"))
 
 
+def _read(text):
+    """As one formula, or nothing: by default Math-Verify reads "\\leq 12" as 12."""
+    from math_verify import LatexExtractionConfig, parse
+
+    return parse(text, [LatexExtractionConfig()], parsing_timeout=None)
+
+
 def _by_math_verify(answer, gold, tolerance):
-    from math_verify import LatexExtractionConfig, parse, verify
+    from math_verify import verify
     from sympy import Eq, false, posify
 
-    # all of a text is a formula, or nothing: by default Math-Verify reads "\\leq 12" as 12. And
-    # differences below 1e-15 are some
-    read = [
-        parse(text, [LatexExtractionConfig()], parsing_timeout=None)
-        for text in (f"${gold}$", f"\\boxed{{{answer}}}")
-    ]
-    options = {
+    read = [_read(f"${gold}$"), _read(f"\\boxed{{{answer}}}")]
+    options = {  # differences below 1e-15 are some
         "numeric_precision": 300,
         "allow_set_relation_comp": re.fullmatch(RANGE, f"{answer}\n{gold}"),
         "timeout_seconds": None,
@@ -282,11 +284,9 @@ def _is_copy(answer, gold, formulas):
     calculates and collects terms, but neither factors nor expands. Where that alone gives the gold
     answer, all atoms of the formula must be in the answer, as they are not in the gold one. Of an
     equation the last side counts, unless the formula is one."""
-    from math_verify import LatexExtractionConfig, parse
     from sympy import false, true
 
-    read = partial(parse, extraction_config=[LatexExtractionConfig()], parsing_timeout=None)
-    value = lambda text: read(f"${text}$")[0].doit()
+    value = lambda text: _read(f"${text}$")[0].doit()
     atoms = lambda text: Counter(filter(None, ATOM.findall(text)))
     texts = answer, gold, *formulas
     answer, gold, *formulas = (rewritten(text, COUNTED + READ) for text in texts)

@@ -10,15 +10,14 @@
 """
 
 if __name__ == "__main__":
-    from command import main
-
-    main("mbpp")
+    import command  # noqa: F401
 
 import ast
 import builtins
 import json
 import re
 import sys
+from functools import partial
 
 from data.rows import is_of, read_rows
 from evals.examples import as_text, chat_row, parse_rows, user, worked
@@ -114,7 +113,7 @@ def extract(completion, example):
     begun = text.rpartition("[BEGIN]")[2].partition("[DONE]")[0]
     parts = begun, text.partition("[DONE]")[0], text
     codes = [code for part in parts if (code := code_of(unquoted(part), names))]
-    return next((code for code in codes if defines(code, names)), codes[0] if codes else None)
+    return max(codes, key=partial(defines, names=names), default=None)  # the first of several
 
 
 def unquoted(text):

@@ -16,9 +16,7 @@ answering A scores 22.95 %, always D 26.89 %.
 """
 
 if __name__ == "__main__":
-    from command import main
-
-    main("mmlu")
+    import command  # noqa: F401
 
 from evals.choices import LETTERS, Choices, Form
 
@@ -50,8 +48,12 @@ class Mmlu(Choices):
     }
 
     def read(self, row):
-        example = {"question": row["question"], "options": row["choices"]}
-        return example | {"gold": LETTERS[row["answer"]], "subject": row["subject"]}
+        return {
+            "question": row["question"],
+            "options": row["choices"],
+            "gold": LETTERS[row["answer"]],
+            "subject": row["subject"],
+        }
 
 
 task = Mmlu()

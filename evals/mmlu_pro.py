@@ -11,9 +11,7 @@ LLaDA2.0-mini 57.10.
 """
 
 if __name__ == "__main__":
-    from command import main
-
-    main("mmlu_pro")
+    import command  # noqa: F401
 
 from evals.choices import Choices, Form
 
@@ -35,8 +33,12 @@ class MmluPro(Choices):
     }
 
     def read(self, row):
-        example = {"question": row["question"], "options": row["options"]}
-        return example | {"gold": row["answer"], "subject": row["category"]}
+        return {
+            "question": row["question"],
+            "options": row["options"],
+            "gold": row["answer"],
+            "subject": row["category"],
+        }
 
 
 task = MmluPro()

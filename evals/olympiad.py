@@ -15,9 +15,7 @@ comparable: it covers five sets, three of them Chinese and two of physics, and i
 """
 
 if __name__ == "__main__":
-    from command import main
-
-    main("olympiad")
+    import command  # noqa: F401
 
 import re
 

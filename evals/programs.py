@@ -53,24 +53,23 @@ def code_of(text, names):
     The first of these that exists: the last closed python block that defines one of `names`; the
     last closed block that does; the last block, closed or not, that does; what the last tag
     <answer> or <code> holds, if it does; the text, if it does; the last closed python block; the
-    last block; what the tag holds; the text. A block that defines a name comes with what it uses of
-    the others (`with_helpers`). Leading spaces are kept: they may be the indentation of a body.
-    Only the last MAX_CODE characters are read.
+    last block; what the tag holds; the text. It comes with what it uses of the others
+    (`with_helpers`). Only the last MAX_CODE characters are read.
     """
     text = QUOTED.sub("", text[-MAX_CODE:])
     blocks = [*fenced(text)]
     ranked = sorted(blocks, key=lambda block: block[0])
-    if defining := [code for _, code in ranked if defines(code, names)]:
-        code = textwrap.dedent(defining[-1])
-        others = text.replace(defining[-1], "")
-        return first_program([with_helpers(code, others, names), code]) or code
     begun = re.split("<(?:answer|code)>", text)[-1]
     tagged = re.split("</(?:answer|code)>", begun)[0]
-    for part in (tagged, text):
-        if defines(part, names):
-            return trimmed(textwrap.dedent(part))
-    _, code = [(0, tagged), *(ranked if 2 in dict(blocks) else blocks)][-1]
-    return code if code.strip() else None
+    if not (chosen := [block for block in ranked if defines(block[1], names)]):
+        for part in (tagged, text):
+            if defines(part, names):
+                return trimmed(textwrap.dedent(part))
+        chosen = [(0, tagged), *(ranked if 2 in dict(blocks) else blocks)]
+    _, code = chosen[-1]
+    if code.strip():
+        others, code = text.replace(code, ""), textwrap.dedent(code)
+        return first_program([with_helpers(code, others, names), code]) or code
 
 
 def with_helpers(code, others, names):
@@ -90,9 +89,8 @@ def trimmed(text):
     looks like code to the last one up to which it parses."""
     start = CODE_LINE.search(text)
     code = text[start.start() :] if start else text
-    lines = code.split("\n")
-    ends = [len(lines), *(i for i in range(len(lines) - 1, 0, -1) if lines[i][:1].strip())]
-    parts = ("\n".join(lines[:end]) for end in ends[:MAX_CUTS])
+    ends = [*(line.start() for line in re.finditer(r"\n(?=\S)", code)), len(code)]
+    parts = (code[:end] for end in reversed(ends[-MAX_CUTS:]))
     return first_program([text, *parts]) or code
 
 

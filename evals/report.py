@@ -15,7 +15,11 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from data.rows import complete_lines, read_json, read_lines
+import distributed.start  # noqa: F401
+
+# isort: split
+from data.rows import complete_lines, read_lines
+from distributed.disk import read_json, writing
 
 TEMPLATE = Path(__file__).with_suffix(".html")
 MAX_ROWS, MAX_SAMPLES = 300, 100  # of metrics.jsonl and samples.jsonl, evenly spaced
@@ -69,11 +73,15 @@ def write_report(folder):
     for file in folder.parent / "config.json", folder / "config.json", folder / "result.json":
         if file.is_file():
             page[file.stem] = read_json(file)
-    # of an evaluation only some tell the denoising steps of their tokens: those
+    # of an evaluation only some tell the denoising steps of their tokens: those, with the other
+    # samples of their problems, which follow when all problems have been answered once
     told = [b'"step_map": ' in line for line in complete_lines(path)]
-    usable = [i for i, tells in enumerate(told) if tells] or range(len(told))
-    chosen = {*usable[:: math.ceil(len(usable) / MAX_SAMPLES) or 1]}
+    problems = page.get("result", {}).get("n") or len(told)
+    usable = [i for i, tells in enumerate(told[:problems]) if tells] or range(problems)
+    first = usable[:: math.ceil(len(usable) / MAX_SAMPLES) or 1]
+    chosen = {row for i in first for row in range(i, len(told), problems)}
     samples = [shown(line) for i, line in enumerate(complete_lines(path)) if i in chosen]
+    samples.sort(key=lambda row: row.get("index", 0))
     # browsers read no NaN and Infinity; no text may end the <script> element
     page = json.loads(
         json.dumps(page | {"written": len(told), "samples": samples}), parse_constant=str
@@ -91,5 +99,8 @@ def shown(line):
 
 
 if __name__ == "__main__":
-    for name in sys.argv[1:]:
-        write_report(Path(name))
+    for folder in map(Path, sys.argv[1:]):
+        if not any(folder.glob("*.jsonl")):
+            raise SystemExit(f"{folder}: no directory with metrics.jsonl or samples.jsonl")
+        with writing(folder):
+            write_report(folder)

@@ -27,36 +27,33 @@ def summary(evaluation, rows):
     problem, none at all being one too, character by character; of several the first that was given.
     tokens_per_s: of one rank, without scoring.
     """
-    examples, settings = evaluation.examples, evaluation.settings
+    task, examples, settings = evaluation.task, evaluation.examples, evaluation.settings
     numbers = pd.DataFrame(rows, columns=NUMBERS, dtype=float)
     score = lambda groups: numbers.groupby(groups)["score"].mean()
     means, asked = numbers.mean(), [examples[row["index"]] for row in rows]
     n, by_problem = settings["samples"], numbers.groupby("index")["score"]
-    result = {"task": evaluation.task.NAME, "n": len(by_problem), "samples": n}
-    error, distinct = standard_error(evaluation.task, asked, numbers["score"].tolist())
+    error, distinct = standard_error(task, asked, numbers["score"].tolist())
+    result = {"task": task.NAME, "n": len(by_problem), "samples": n}
     result |= {"accuracy": means["score"], "stderr": error, "distinct": distinct}
     if n > 1:
         result["accuracies"] = score("sample").tolist()
         ks = sorted({*(2**i for i in range(n.bit_length())), n})
         found = {f"pass@{k}": by_problem.agg(best_of, k).dropna() for k in ks}
-        if not hasattr(evaluation.task, "job"):  # programs that do the same are written differently
+        if not hasattr(task, "job"):  # programs that do the same are written differently
             votes = pd.Series([(repr(row["answer"]), row["score"]) for row in rows])
             found["majority"] = votes.groupby(numbers["index"]).agg(lambda votes: mode(votes)[1])
         for name, values in found.items():
             if len(values):  # a file may lack samples
                 problems = [examples[int(index)] for index in values.index]
-                error, _ = standard_error(evaluation.task, problems, values.tolist())
+                error, _ = standard_error(task, problems, values.tolist())
                 result |= {name: values.mean(), f"{name}_stderr": error}
     if "subject" in examples[0]:  # subjects count alike, however many questions they have
         result["macro_accuracy"] = score([example["subject"] for example in asked]).mean()
     result["answered"] = sum(row["answer"] is not None for row in rows) / len(rows)
-    known = {
-        "truncated": means["truncated"],
-        "tokens": means["tokens"],
-        "tokens_per_forward": means["tokens"] / means["forwards"],
-        "tokens_per_s": means["tokens"] / means["seconds"],
-    }
-    result |= pd.Series(known).dropna()  # a file tells none of them
+    known = means[["truncated", "tokens"]]
+    known["tokens_per_forward"] = means.tokens / means.forwards
+    known["tokens_per_s"] = means.tokens / means.seconds
+    result |= known.dropna()  # a file tells none of them
     if paid := [row["reward"] for row in rows if "reward" in row]:
         parts = pd.DataFrame(paid).mean()
         parts = {"mean": parts.sum(), "components": parts.to_dict()}

@@ -7,9 +7,12 @@ Each reward pays what the released code of its paper pays, errors included, to r
 that were made with it. `load_reward` gives the scripts the reward of a whole rollout at once.
 """
 
+import os
 import re
 from contextlib import suppress
 from numbers import Real
+
+import torch
 
 from evals import mbpp, score_all
 from evals.math500 import is_copy
@@ -249,7 +252,15 @@ def mbpp_diffucoder(completion, example):
     return {"block": 0.25 * whole, "syntax": 0.25 * valid, "passed": passed}
 
 
+def tokens_per_forward(completion, example):
+    """Speed, of any task: tokens up to the EOS over the forwards that the sampler made for them."""
+    if completion.forwards is None:
+        raise SystemExit("--reward tokens_per_forward: nothing tells the forwards of completions")
+    return {"tokens_per_forward": completion.tokens / completion.forwards}
+
+
 REWARDS = (
+    tokens_per_forward,
     countdown_d1,
     sudoku_d1,
     gsm8k_d1,
@@ -264,9 +275,29 @@ METRICS = "mean", "std", "square", "zero_std_frac", "error_frac"  # reward/... o
 MOST = 1e18  # of a reward: fp32 holds its square
 
 
+def reward_names(name):
+    """--reward a+b -> [a, b]; a path may have a + as well"""
+    file, _, function = name.rpartition(":")
+    return [name] if os.path.isfile(file) and "+" not in function else name.split("+")
+
+
+def sum_of_parts(values):
+    """Rewards of --reward a+b as one, each normalised in its group by itself (LightningRL, arXiv
+    2603.13319): the group's mean of the first, plus the sum of (value - mean) / biased std. A
+    reward with a range under 0.01 counts 0, and all do where the first pays nobody.
+
+    values [groups, G, rewards] -> [groups, G]
+    """
+    std, mean = torch.std_mean(values, 1, correction=0, keepdim=True)
+    spread = values.amax(1, keepdim=True) - values.amin(1, keepdim=True)
+    counts = (spread >= 0.01) & (values[..., :1] > 0).any(1, keepdim=True)
+    return mean[..., 0] + torch.where(counts, (values - mean) / std, 0.0).sum(2)
+
+
 def load_reward(name, task, instead=None):
     """--reward NAME or path.py:function -> function(completions, examples) -> [{component: value}];
-    "" -> the score of the task, as "score", 0.0 for copies of the question.
+    "" or "score" -> the score of the task, as "score", 0.0 for copies of the question. Of a+b each
+    has one component, called like it.
 
     The function judges a whole rollout: programs and mathematical answers in processes of their
     own, on all cores of this rank, and equal completions of one example once. A completion is a
@@ -276,13 +307,23 @@ def load_reward(name, task, instead=None):
     ends in SystemExit if there is no such reward or file, or if it reads the examples of another
     task, and lists the rewards.
     """
+    if len(names := reward_names(name)) > 1:
+        pays = {one.rpartition("/")[2]: load_reward(one, task, instead) for one in names}
+
+        def together(*asked):
+            paid = zip(*(pay(*asked) for pay in pays.values()), strict=True)
+            totals = ([sum(parts.values()) for parts in row] for row in paid)
+            return [dict(zip(pays, row, strict=True)) for row in totals]
+
+        return together
+    name = "" if name == "score" else name
     function = REWARDS.get(name)
     file, _, function_name = name.rpartition(":")
     if file.endswith(".py"):
         own = getattr(load_file(file, [function_name]), function_name)
         judged = lambda text, example: checked(text, own(text, example))
         function = guarded(file, judged, SECONDS, instead)
-    elif name and not (function and name.startswith(f"{task.NAME}_")):
+    elif name and not (function and name.startswith((f"{task.NAME}_", "tokens_per_"))):
         problem = f"does not fit {task.NAME}" if function else "no such reward"
         raise SystemExit(
             f"--reward {name}: {problem}; known: path.py:function, {', '.join(REWARDS)}"

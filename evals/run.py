@@ -32,19 +32,22 @@ from itertools import product
 from pathlib import Path
 from typing import Literal
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # waiting threads give up their core
+sys.path.insert(0, __file__.rpartition("/evals/")[0])
+from distributed.start import start  # before torch
+
+# isort: split
 import torch
 import torch.distributed as dist
 import tyro
 
-sys.path.insert(0, __file__.rpartition("/evals/")[0])
-from data.rows import read_json, whole_path
+from data.rows import whole_path
 from distributed.disk import (
     from_first_rank,
     hold,
     is_first_rank,
     new_directory,
     progress,
+    read_json,
     write_atomically,
 )
 from distributed.groups import join_ranks, own_device, setup_distributed
@@ -102,6 +105,19 @@ class Args(SamplerFlags):
     resume: str = ""
     """continue in this directory of an earlier run, with its flags: finished samples are kept"""
 
+    @classmethod
+    def parse(cls, task):
+        """The flags; tasks are those of evals/<task>.py if there is a `task`, and with --resume DIR
+        the flags of that run are the defaults."""
+        words = [*map(whole_path, sys.argv[1:])]
+        args = tyro.cli(cls, args=words, default=cls(tasks=task))
+        if args.resume:
+            saved = read_json(Path(args.resume) / "config.json")
+            if "tasks" not in saved:
+                raise SystemExit(f"--resume {args.resume} is no evaluation")
+            args = tyro.cli(cls, args=words, default=cls(**saved))
+        return args
+
 
 def main(name=""):
     """Command line of evals/run.py, or of evals/<name>.py, whose --tasks is `name`. Unusable input
@@ -110,7 +126,10 @@ def main(name=""):
 
     The files of a single task lie in the output directory itself.
     """
-    args = command_line(name)
+    start(evaluate, Args, name)
+
+
+def evaluate(args):
     tasks = {task.NAME: task for task in map(load_task, args.tasks.replace(",", " ").split())}
     if bool(tasks) == bool(args.text) or bool(args.model) == bool(args.completions):
         what = "either --model (generate and score) or --completions (only score)"
@@ -156,17 +175,6 @@ def main(name=""):
             raise SystemExit(f"not evaluated: {', '.join(skipped)}")
         if len(tasks) == 1:
             print(json.dumps(results[name]), flush=True)
-
-
-def command_line(task):
-    """The flags; tasks are those of evals/<task>.py if there is a `task`, and with --resume DIR the
-    flags of that run are the defaults."""
-    words = [*map(whole_path, sys.argv[1:])]
-    args = tyro.cli(Args, args=words, default=Args(tasks=task))
-    if args.resume:
-        saved = read_json(Path(args.resume) / "config.json")
-        args = tyro.cli(Args, args=words, default=Args(**saved))
-    return args
 
 
 def by_task(flag, values, tasks):

@@ -5,9 +5,10 @@ without special tokens, up to the first EOS), score, answer (what the task's `ex
 gold (the right one, as text).
 From a model it also has prompt (messages), truncated (no EOS within the budget), tokens (up to and
 with the EOS), forwards (None if the engine does not count them) and seconds (wall time of its
-batch, shared equally). About DETAILED rows of sample 0, evenly spaced, also have what
-`Trace.unmasking` tells of their tokens. If the scorer gave no verdict it has failed
-(why), and score 0.
+batch, shared equally); and if the engine tells them, canvas_ids (what the sampler saw at the end)
+and reveals (`Trace.replay_map` of it), which algos/distill.py reads. About DETAILED rows of sample
+0, evenly spaced, also have what `Trace.unmasking` tells of their tokens. If the scorer gave no
+verdict it has failed (why), and score 0.
 """
 
 import json
@@ -65,6 +66,10 @@ def generated(engine, tokenizer, prompts, sampling, seed, sample, indices):
         "forwards": None if forwards is None else forwards.tolist(),
         "seconds": (perf_counter() - began) / len(ids),
     }
+    if trace.step_map is not None:
+        ends = trace.canvas_length.tolist()
+        cut = lambda values: [row[:end] for row, end in zip(values.tolist(), ends, strict=True)]
+        columns |= {"canvas_ids": cut(trace.completion_ids), "reveals": cut(trace.replay_map)}
     rows = pd.DataFrame(columns).to_dict("records")
     for i, row in enumerate(rows):
         if sample == 0 and row["index"] % every == 0:
@@ -79,7 +84,8 @@ def scored(task, rows, examples, reward=None):
     the exception. SystemExit (the sandbox itself does not work: SandboxError) says nothing about
     completions and is raised.
     """
-    texts = [Completion(*map(row.get, ("completion", "tokens", "truncated"))) for row in rows]
+    known = "completion", "tokens", "truncated", "forwards"
+    texts = [Completion(*map(row.get, known)) for row in rows]
     asked = [examples[row["index"]] for row in rows]
     try:
         found = {"score": score_all(task, texts, asked)}

@@ -102,7 +102,7 @@ TO_READ, TO_USE, RIGHTS = 1 | 4 | 8, 2 | 4, (1 << 13) - 1
 MAX_MESSAGE = 16 << 20  # bytes of one message from the candidate: bounds the memory of the tests
 WATCH = 0.1  # seconds between looks at the memory
 TESTS_MEMORY = 4 << 30  # bytes of address space of the tests, which are trusted
-COLLECTIONS = tuple, set, frozenset
+COLLECTIONS = list, tuple, set, frozenset
 # what an object of JSON stands for, by its one key
 KINDS = {kind.__name__: kind for kind in (*COLLECTIONS, dict, complex)}
 KINDS |= {"iterator": iter, "int": lambda digits: int(digits, 16)}
@@ -140,7 +140,7 @@ def send(file, message):
 
 
 def encode(value):
-    """A plain value as JSON: what JSON does not have becomes {kind: content}.
+    """A plain value as JSON: what is no text, number or constant becomes {kind: content}.
 
     Subclasses lose their type (a Counter is a dict, an `__eq__` that lies is gone). Functions,
     objects of the candidate's classes and all else stay with it, as a number: Unsupported for those
@@ -152,8 +152,6 @@ def encode(value):
         value = int.__int__(value)
         # the time of hex is linear in the length, that of decimals is not
         return value if abs(value) < 1 << 63 else {"int": hex(value)}
-    if isinstance(value, list):
-        return [encode(item) for item in list.__iter__(value)]
     for kind in COLLECTIONS:
         if isinstance(value, kind):
             return {kind.__name__: [encode(item) for item in kind.__iter__(value)]}
@@ -305,7 +303,7 @@ def refuse_calls():
     if (machine := os.uname().machine) not in ARCHITECTURES:
         raise OSError(f"no rules for system calls on {machine}")
     architecture, column = ARCHITECTURES[machine]
-    rows = [[call, "0", "0", "0", "0"] for call in CALLS.split()[1 + column :: 3]]
+    rows = [[call, *"0000"] for call in CALLS.split()[1 + column :: 3]]
     rows += [[row[1 + column], *row[3:]] for row in map(str.split, VALUES.strip().splitlines())]
     rules = [(LOAD, 0, 0, 4), (EQUAL, 1, 0, architecture), (RETURN, 0, 0, END)]
     # numbers from here on are those of x32, another way to the same calls

@@ -29,7 +29,6 @@ from distributed.disk import progress
 from kernels import speed_up_draws
 from kernels.decode import cached_attention
 from kernels.graphs import Graphs, can_record
-from models.attention import block_causal, make_attend
 from models.experts import Experts
 from rollout.block import BlockEngine
 from rollout.engine import ADAPTIVE, ALL, BROKEN, select
@@ -142,15 +141,13 @@ class FastBlockEngine(BlockEngine):
     def release(self):
         self.slots = self.graphs = None
 
-    def _generate(self, prompt_ids, owner, sample_index, settings, stop_at_eos, canvas):
-        rows = prompt_ids, owner, sample_index, settings, stop_at_eos, canvas
+    def _generate(self, prompt_ids, owner, sample_index, settings, canvas):
         if settings["steps"] != ALL:  # a part of a rollout
-            return super()._generate(*rows)
+            return super()._generate(prompt_ids, owner, sample_index, settings, canvas)
         N, R = len(owner), number_of_slots(min(len(owner), self.max_batch_size))
         slots = self._open(N, R, max(map(len, prompt_ids)), settings)
         slots.fill(self.model, prompt_ids, owner, sample_index, settings)
-        rule = settings | {"stop_at_eos": stop_at_eos}
-        self._decode(slots, R, prompt_ids, owner.tolist(), rule)
+        self._decode(slots, R, prompt_ids, owner.tolist(), settings)
         state = State(*slots.state[:, :N].clone())
         canvas = slots.canvas[0, :N], slots.canvas[2, :N], slots.logps[:N]
         history = [values[:, :N] for values in slots.history] if settings["records"] else None
@@ -278,16 +275,7 @@ class FastBlockEngine(BlockEngine):
         padded = [ids + [self.model.mask_token_id] * (P - len(ids)) for ids in prompts]
         ids = to_device(padded, self.device)  # [U, P]
         slots, owner = to_device(slots, self.device), to_device(owner, self.device)
-        position_ids = torch.arange(P, device=self.device).expand(len(prompts), P)
-        block, valid = position_ids // self.model.block_length, torch.ones_like(position_ids).bool()
-        attend_prompt = make_attend(block_causal(block, valid))
-
-        def attend(layer, q, k, v):
-            for past, new in zip(cache[layer], (k, v), strict=True):
-                past[slots, :, :P] = new[owner]
-            return attend_prompt(layer, q, k, v)
-
-        self.model.hidden(ids, position_ids, attend)
+        self._write_prompts(ids, torch.ones_like(ids).bool(), cache, slots, owner)
 
     # --- the device: one step ---------------------------------------------------------------------
 

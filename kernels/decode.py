@@ -6,11 +6,9 @@ is used elsewhere.
 """
 
 import torch
-import torch.nn.functional as F
-from torch.nn.attention import sdpa_kernel
 
 from kernels import has_kernels
-from models.attention import KERNELS
+from models.attention import fast_attention
 
 HEADS = (16, 32, 64, 128)  # head sizes of the Triton kernel
 
@@ -36,12 +34,4 @@ def cached_attention(q, k, v, keys, values, start, block_length=None, bias=None)
     if block_length:
         end = start[:, None] + (new // block_length + 1) * block_length
         bias = (torch.arange(S, device=q.device) < end[..., None]).to(q.dtype).log()[:, None]
-    return attention(q, keys, values, bias)
-
-
-def attention(q, k, v, bias=None):
-    """q [R, H, T, h]; k, v [R, K, S, h]; bias [R, 1, 1 or T, S] -> [R, H, T, h]"""
-    with sdpa_kernel(KERNELS, set_priority=True):
-        return F.scaled_dot_product_attention(
-            q, k, v, attn_mask=bias, enable_gqa=q.shape[1] != k.shape[1]
-        )
+    return fast_attention(q, keys, values, bias)

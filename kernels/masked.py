@@ -21,9 +21,10 @@ import torch
 import torch.nn.functional as F
 
 from kernels import speed_up_draws
-from kernels.decode import attention, cached_attention
+from kernels.decode import cached_attention
 from kernels.graphs import Graphs, can_record
-from rollout.masked import CurrentBlock, MaskedEngine
+from models.attention import fast_attention
+from rollout.masked import MaskedBlock, MaskedEngine
 
 GRAPH_TOKENS = 4096  # larger forwards keep the GPU busy while the host launches them
 WIDTHS = 32
@@ -50,8 +51,8 @@ class Memory:
 
 
 @dataclass
-class FixedBlock(CurrentBlock):
-    """A CurrentBlock whose tensors have fixed addresses. bias None: there is no padding."""
+class FixedBlock(MaskedBlock):
+    """A MaskedBlock whose tensors have fixed addresses. bias None: there is no padding."""
 
     memory: Memory
 
@@ -73,7 +74,7 @@ class FixedBlock(CurrentBlock):
 
     def attend(self, columns, layer, q, k, v):
         if self.kept is None:
-            return attention(q, k, v, self.bias)
+            return fast_attention(q, k, v, self.bias)
         R, K, _, h = k.shape
         shape = R, K, self.tokens.shape[1], h
         kept = (self.memory.view((name, layer), k, shape, K * h) for name in "kv")

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from models.config import DecoderKeys, Objective
 from models.language_model import Bidirectional, BlockCausal
-from models.layers import MLP, Attention, Block, RMSNorm, decoder
+from models.layers import MLP, Attention, Block, RMSNorm
 
 
 @dataclass(frozen=True)
@@ -48,10 +48,9 @@ class A2D:
     """What both models below have in common. Callers use `hidden`, `logits` and `logps`."""
 
     def __init__(self, config):
-        super().__init__(config, config.block_size or config.block_length)
+        super().__init__(config)
         self.shift = config.shift
         self.turn_end = "<|eot_id|>" if config.model_type == "a2d-llama" else "<|im_end|>"
-        self.model, self.lm_head = decoder(config, self.block)
 
     def block(self, layer):
         config, kind = self.config, self.config.model_type

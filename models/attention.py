@@ -107,19 +107,23 @@ def positions(valid, document=None):
 # Masks are made once per forward, not per layer.
 
 
+def attention(q, k, v, mask=None):
+    """torch's scaled_dot_product_attention, also with fewer key heads than query heads"""
+    gqa = q.shape[1] != k.shape[1]
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=gqa)
+
+
+def fast_attention(q, k, v, mask=None):
+    """cuDNN's kernel first"""
+    with sdpa_kernel(KERNELS, set_priority=True):
+        return attention(q, k, v, mask)
+
+
 def sdpa(visibility):
-    """torch's scaled_dot_product_attention, cuDNN's kernel first; a dense mask where one is
-    needed.
-    """
+    """torch's attention; a dense mask where one is needed."""
     mask = visibility.dense()
     mask = mask if mask is None else mask[:, None]
-
-    def attend(q, k, v):
-        with sdpa_kernel(KERNELS, set_priority=True):
-            gqa = q.shape[1] != k.shape[1]
-            return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=gqa)
-
-    return attend
+    return lambda q, k, v: fast_attention(q, k, v, mask)
 
 
 @cache

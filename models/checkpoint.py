@@ -11,7 +11,6 @@ from safetensors.torch import save_file
 
 from distributed.disk import is_first_rank, whole_directory
 from distributed.sequence import check_heads
-from models.attention import check_backend
 from models.config import stored_dtype
 from models.lora import adapter_tensors, has_lora, init_adapters, lora_scaling, merge_adapter
 from models.names import SMALL, checkpoint_config, resolve, special_tokens
@@ -51,11 +50,10 @@ def load_weights(model, device):
     rows.
 
     Merges the adapters of a LoRA directory and initialises those of add_lora; a value head is 0.
-    SystemExit, before anything is read, for an attention_backend that cannot serve the model on
-    `device`, and for heads that --sequence-parallel does not divide. -> the model
+    SystemExit, before anything is read, for heads that --sequence-parallel does not divide. -> the
+    model
     """
     directory, adapters = model.sources
-    check_backend(model.attention_backend, model.attention, torch.device(device).type)
     check_heads(model.config)
     files = directory and fitting_weights(model, directory)  # before memory is taken
     materialize(model, device)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from models.config import DecoderKeys, Objective
 from models.language_model import Bidirectional
-from models.layers import MLP, Attention, Block, RMSNorm, decoder
+from models.layers import MLP, Attention, Block, RMSNorm
 
 
 @dataclass(frozen=True)
@@ -39,10 +39,6 @@ class Dream(Bidirectional):
     # DreamLM/Dream, src/trainer/fsdp_sft_trainer.py; there the mean is over masked tokens
     # (docs/algos/sft.md, detail 5)
     objective = Objective(tail="drawn", has_cart=True)
-
-    def __init__(self, config):
-        super().__init__(config, config.block_length)
-        self.model, self.lm_head = decoder(config, self.block)
 
     def block(self, layer):
         mlp = MLP(self.config.hidden_size, self.config.intermediate_size)

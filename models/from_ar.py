@@ -10,10 +10,13 @@ comes out writes no sense before it is trained: algos/sft.py.
 import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import distributed.start  # noqa: F401
+
+# isort: split
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from distributed.disk import whole_directory
+from distributed.disk import read_json, whole_directory
 from models import load_tokenizer
 from models.checkpoint import write_files
 from models.config import AUTOREGRESSIVE, stored_dtype
@@ -22,7 +25,6 @@ from models.tensors import (
     build_model,
     fitting_weights,
     json_if_there,
-    read_json,
     tensor_shapes,
 )
 

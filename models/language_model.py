@@ -18,28 +18,42 @@ from models.attention import (
     positions,
 )
 from models.experts import Router
-from models.logps import at_least_fp32, linear_logps
+from models.layers import RMSNorm, embedding_table
+from models.logps import at_least_fp32, linear_certainty, linear_logps
 
 
 class LanguageModel(nn.Module):
-    """What all families have in common. A family sets `model`, `lm_head` (its layers, its head),
-    `turn_end` and `objective`; `embedding` and `final_norm` name two modules.
+    """What all families have in common. A family sets `turn_end` and `objective`, and has
+    `block(layer)` -> the layer of that number; `embedding` and `final_norm` name two modules.
     """
 
-    embedding, final_norm = "model.embed_tokens", "model.norm"
+    embedding, final_norm, norm = "model.embed_tokens", "model.norm", RMSNorm
     eos_token_id = None  # where no official file states it
     rope_dtype = None  # of rotary tables; None: that of the hidden states
 
-    def __init__(self, config, block_length):
+    def __init__(self, config):
         super().__init__()
         self.config = config
         self.attention_backend = "auto"  # a key of models.attention.BACKENDS
-        self.mask_token_id, self.block_length = config.mask_token_id, block_length
+        self.mask_token_id = config.mask_token_id
+        # blocks of the attention, else those of sampling alone
+        self.block_length = getattr(config, "block_size", 0) or config.block_length
         self.eos_token_ids, self.pad_token_id = [], 0  # meta_model sets them from the checkpoint
         self.activation_checkpointing = False
         self.groups, self.gathers_once = [], False  # see distributed/sharding.py
         self.lora_config = self.value_head = None  # see models/lora.py, models/value.py
         self.sources = None, ()  # directory of the weights, directories of adapters on them
+        self.build(config)
+
+    def build(self, config):
+        """Make `model` (embedding, layers, final norm) and `lm_head`, with Hugging Face's names."""
+        self.model, table = nn.Module(), embedding_table(config.vocab_size, config.hidden_size)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        if config.tie_word_embeddings:
+            self.lm_head.weight = table.weight
+        self.model.add_module(self.embedding.removeprefix("model."), table)
+        self.model.layers = nn.ModuleList(map(self.block, range(config.num_hidden_layers)))
+        self.model.norm = self.norm(config.hidden_size, config.rms_norm_eps)
 
     @property
     def layers(self):
@@ -103,7 +117,7 @@ class LanguageModel(nn.Module):
 
     def logps(
         self, input_ids, noisy_ids, score_mask, valid_mask=None, temperature=1.0, entropy=False,
-        document_ids=None, targets=None,
+        document_ids=None, targets=None, certainty=False,
     ):  # fmt: skip
         """Log-probabilities of the clean tokens of R rows, given K noisy copies of each.
 
@@ -115,8 +129,8 @@ class LanguageModel(nn.Module):
         number k: the k likeliest. The mask token has probability 0.
         -> [R, K, L] fp32 log softmax(logits / temperature), 0 where not scored, or [R, K, L, k];
         with entropy=True a pair (logps, entropy in nats), of the k likeliest one without gradient
-        (logps, ids). What a token sees: the classes below. A value model gives its values instead,
-        and 0 for entropies.
+        (logps, ids); with certainty=True what `linear_certainty` gives. What a token sees: the
+        classes below. A value model gives its values instead, and 0 for entropies.
         """
         valid, (rank, N) = all_valid(valid_mask, input_ids), sequence_rank()
         T, L = noisy_ids.shape[2], score_mask.shape[2]
@@ -136,7 +150,8 @@ class LanguageModel(nn.Module):
         if torch.is_tensor(targets):
             targets = targets.flatten(0, 2)[index]
         if self.value_head is None:
-            values = linear_logps(
+            score = linear_certainty if certainty else linear_logps
+            values = score(
                 hidden,
                 self.lm_head.weight,
                 targets,

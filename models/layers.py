@@ -99,21 +99,6 @@ class Block(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
-def decoder(config, block, norm=RMSNorm, embedding="embed_tokens"):
-    """-> embedding, layers and final norm, named as in Hugging Face's decoders; the head
-
-    block: number of a layer -> Block
-    """
-    model, table = nn.Module(), embedding_table(config.vocab_size, config.hidden_size)
-    head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-    if config.tie_word_embeddings:
-        head.weight = table.weight
-    model.add_module(embedding, table)
-    model.layers = nn.ModuleList(map(block, range(config.num_hidden_layers)))
-    model.norm = norm(config.hidden_size, config.rms_norm_eps)
-    return model, head
-
-
 def embedding_table(rows, size):
     """nn.Embedding would start with random numbers, for which the meta device imports
     torch._dynamo: 1.3 s in every evaluation.

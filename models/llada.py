@@ -83,8 +83,7 @@ class LLaDA(Bidirectional):
     # ML-GSAI/LLaDA, GUIDELINES.md
     objective = Objective(tail="drawn", mean="answers")
 
-    def __init__(self, config):
-        super().__init__(config, config.block_length)
+    def build(self, config):
         d, rows = config.d_model, config.embedding_size
         self.model = nn.Module()
         self.model.transformer = nn.Module()

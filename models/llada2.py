@@ -17,7 +17,7 @@ from torch import nn
 from models.config import DecoderKeys, Objective
 from models.experts import SoftmaxMoE
 from models.language_model import BlockCausal
-from models.layers import MLP, Block, RMSNorm, decoder, project, rotate_and_attend
+from models.layers import MLP, Block, RMSNorm, project, rotate_and_attend
 from models.logps import at_least_fp32
 
 
@@ -108,10 +108,6 @@ class LLaDA2(BlockCausal):
     is_edited = True
     embedding = "model.word_embeddings"
     eos_token_id = 156892  # <|endoftext|>, which no official config file states
-
-    def __init__(self, config):
-        super().__init__(config, config.block_size)
-        self.model, self.lm_head = decoder(config, self.block, embedding="word_embeddings")
 
     def block(self, layer):
         config, is_dense = self.config, layer < self.config.first_k_dense_replace

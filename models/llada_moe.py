@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from models.config import DecoderKeys
 from models.experts import SoftmaxMoE
 from models.language_model import Bidirectional
-from models.layers import Attention, Block, RMSNorm, decoder
+from models.layers import Attention, Block, RMSNorm
 from models.llada import LLaDA
 
 
@@ -46,10 +46,6 @@ class LLaDAMoE(Bidirectional):
     turn_end = "<|role_end|>"  # ends an answer
     eos_token_id = 156892  # <|endoftext|>, where no official file states it
     objective = LLaDA.objective
-
-    def __init__(self, config):
-        super().__init__(config, config.block_length)
-        self.model, self.lm_head = decoder(config, self.block)
 
     def block(self, layer):
         config = self.config

@@ -11,13 +11,12 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from distributed.disk import is_first_rank, whole_directory
+from distributed.disk import is_first_rank, read_json, whole_directory
 from models.names import pinned
 from models.tensors import (
     full_tensor,
     local_rows,
     open_tensors,
-    read_json,
     tensor_parts,
 )
 
@@ -158,8 +157,8 @@ def merge_adapter(model, directory):
     with open_tensors(Path(directory) / "adapter_model.safetensors") as file:
         found = {name.removeprefix(PREFIX): file.get_tensor(name) for name in file.keys()}
     parts, layers = tensor_parts(model), {name.partition(".lora_")[0] for name in found}
-    if not layers or not all(map(torch.is_floating_point, found.values())):
-        raise SystemExit(f"{directory} holds no floating-point adapters")
+    if not layers:
+        raise SystemExit(f"{directory} holds no adapters")
     for layer in layers:
         value, index = parts.get(f"{layer}.weight", (None, None))
         a, b = (found.get(f"{layer}.lora_{part}.weight") for part in "AB")

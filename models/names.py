@@ -2,48 +2,39 @@
 
 from pathlib import Path
 
+from distributed.disk import one_line, read_json
 from models.config import AUTOREGRESSIVE, architecture
-from models.tensors import build_model, json_if_there, read_json
+from models.tensors import build_model, json_if_there
 from models.tiny import HERE, TINY_CONFIGS
 
-# `architecture`, or "tiny" -> {name for --model: hub id, or directory in the repository}. Other hub
-# ids work as well.
-CHECKPOINTS = {
-    "tiny": {name: str(HERE / name) for name in TINY_CONFIGS},
-    "llada": {
-        "llada-8b": "GSAI-ML/LLaDA-8B-Instruct",
-        "llada-8b-base": "GSAI-ML/LLaDA-8B-Base",
-        "llada-1.5": "GSAI-ML/LLaDA-1.5",
-    },
-    "lladamoe": {"llada-moe-7b": "inclusionAI/LLaDA-MoE-7B-A1B-Instruct"},
-    "Dream": {
-        "dream-7b": "Dream-org/Dream-v0-Instruct-7B",
-        "dream-7b-base": "Dream-org/Dream-v0-Base-7B",
-        "dream-coder-7b": "Dream-org/Dream-Coder-v0-Instruct-7B",
-        "diffucoder-7b": "apple/DiffuCoder-7B-Instruct",
-    },
-    "sdar": {
-        "sdar-1.7b": "JetLM/SDAR-1.7B-Chat",
-        "sdar-4b": "JetLM/SDAR-4B-Chat",
-        "sdar-8b": "JetLM/SDAR-8B-Chat",
-        "trado-4b": "Gen-Verse/TraDo-4B-Instruct",
-        "trado-8b": "Gen-Verse/TraDo-8B-Instruct",
-        "dirl-8b": "OpenMOSS-Team/DiRL-8B-Instruct",
-    },
-    "sdar_moe": {"sdar-30b-a3b": "JetLM/SDAR-30B-A3B-Chat"},
-    "llada2_moe": {
-        "llada2-mini": "inclusionAI/LLaDA2.0-mini",
-        "llada2.1-mini": "inclusionAI/LLaDA2.1-mini",
-    },
-    "a2d-block": {
-        "qwen3-0.6b-bd3lm": "dllm-hub/Qwen3-0.6B-diffusion-bd3lm-v0.1",
-        "qwen2.5-coder-0.5b-bd3lm": "dllm-hub/Qwen2.5-Coder-0.5B-Instruct-diffusion-bd3lm-v0.1",
-    },
-    "a2d-masked": {
-        "qwen3-0.6b-mdlm": "dllm-hub/Qwen3-0.6B-diffusion-mdlm-v0.1",
-        "qwen2.5-coder-0.5b-mdlm": "dllm-hub/Qwen2.5-Coder-0.5B-Instruct-diffusion-mdlm-v0.1",
-    },
-}
+# `architecture`, name for --model, hub id. Other hub ids work as well.
+NAMED = """
+    llada        llada-8b                 GSAI-ML/LLaDA-8B-Instruct
+    llada        llada-8b-base            GSAI-ML/LLaDA-8B-Base
+    llada        llada-1.5                GSAI-ML/LLaDA-1.5
+    lladamoe     llada-moe-7b             inclusionAI/LLaDA-MoE-7B-A1B-Instruct
+    Dream        dream-7b                 Dream-org/Dream-v0-Instruct-7B
+    Dream        dream-7b-base            Dream-org/Dream-v0-Base-7B
+    Dream        dream-coder-7b           Dream-org/Dream-Coder-v0-Instruct-7B
+    Dream        diffucoder-7b            apple/DiffuCoder-7B-Instruct
+    sdar         sdar-1.7b                JetLM/SDAR-1.7B-Chat
+    sdar         sdar-4b                  JetLM/SDAR-4B-Chat
+    sdar         sdar-8b                  JetLM/SDAR-8B-Chat
+    sdar         trado-4b                 Gen-Verse/TraDo-4B-Instruct
+    sdar         trado-8b                 Gen-Verse/TraDo-8B-Instruct
+    sdar         dirl-8b                  OpenMOSS-Team/DiRL-8B-Instruct
+    sdar_moe     sdar-30b-a3b             JetLM/SDAR-30B-A3B-Chat
+    llada2_moe   llada2-mini              inclusionAI/LLaDA2.0-mini
+    llada2_moe   llada2.1-mini            inclusionAI/LLaDA2.1-mini
+    a2d-block    qwen3-0.6b-bd3lm         dllm-hub/Qwen3-0.6B-diffusion-bd3lm-v0.1
+    a2d-block    qwen2.5-coder-0.5b-bd3lm dllm-hub/Qwen2.5-Coder-0.5B-Instruct-diffusion-bd3lm-v0.1
+    a2d-masked   qwen3-0.6b-mdlm          dllm-hub/Qwen3-0.6B-diffusion-mdlm-v0.1
+    a2d-masked   qwen2.5-coder-0.5b-mdlm  dllm-hub/Qwen2.5-Coder-0.5B-Instruct-diffusion-mdlm-v0.1
+"""
+# of the same, or "tiny" -> {name for --model: hub id, or directory in the repository}
+CHECKPOINTS = {"tiny": {name: str(HERE / name) for name in TINY_CONFIGS}}
+for kind, name, hub_id in map(str.split, NAMED.strip().splitlines()):
+    CHECKPOINTS.setdefault(kind, {})[name] = hub_id
 # hub id -> what its config.json leaves out (dllm, examples/a2d)
 STATED = {
     hub_id: {"block_size": block_size, "shift": False}
@@ -158,10 +149,8 @@ def resolve(name_or_dir, patterns=FILES):
     try:
         return Path(snapshot_download(hub_id, revision=revision, allow_patterns=patterns))
     except (OSError, ValueError) as error:  # no network, a gated repository
-        reason = " ".join(str(error).split())[:200]
-        hint = "give --model a directory that holds it"
-        problem = f"{source} is no directory here and cannot be downloaded ({reason})"
-        raise SystemExit(f"{problem}: {hint}") from error
+        problem = f"{source} is no directory here and cannot be downloaded ({one_line(error)})"
+        raise SystemExit(f"{problem}: give --model a directory that holds it") from error
 
 
 def source_of(name_or_dir):

@@ -9,6 +9,9 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import distributed.start  # noqa: F401
+
+# isort: split
 from distributed.groups import own_device
 from models import load_tokenizer, save_model
 from models.checkpoint import set_special_tokens
@@ -17,18 +20,17 @@ from models.names import checkpoint_config
 from models.tiny import random_model
 
 
-def main(out: str, config: str = "tiny-sdar", tokenizer: str = "", device: str = ""):
-    """Write a checkpoint with random weights.
+def main(out: str, config: str = "tiny-sdar", tokenizer: str = ""):
+    """Write a checkpoint with random weights, drawn on a GPU if there is one.
 
     Args:
         out: directory to write
         config: a key of MODELS or a directory whose config.json to follow
         tokenizer: one whose tokenizer to copy; empty: that of config
-        device: where weights are drawn, cpu or cuda; empty: on a GPU if there is one
     """
     content, directory, _ = checkpoint_config(config)
     tokenizer = load_tokenizer(tokenizer or config)  # first: weights of 8B take a minute
-    model = random_model(content, 0, device or own_device(), stored_dtype(content))
+    model = random_model(content, 0, own_device(), stored_dtype(content))
     set_special_tokens(model, directory)
     save_model(model, out, tokenizer)
     print(f"{sum(p.numel() for p in model.parameters()):,} parameters in {out}")

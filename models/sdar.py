@@ -13,7 +13,7 @@ from functools import partial
 from models.config import DecoderKeys, Objective
 from models.experts import SoftmaxMoE
 from models.language_model import BlockCausal
-from models.layers import MLP, Attention, Block, decoder
+from models.layers import MLP, Attention, Block
 from models.layers import RMSNorm as AnyRMSNorm
 
 
@@ -60,10 +60,7 @@ class SDAR(BlockCausal):
 
     turn_end = "<|im_end|>"  # ends an answer
     objective = Objective(tail="block")  # SDAR, training/
-
-    def __init__(self, config):
-        super().__init__(config, config.block_size)
-        self.model, self.lm_head = decoder(config, self.block, RMSNorm)
+    norm = staticmethod(RMSNorm)
 
     def block(self, layer):
         config = self.config

@@ -3,7 +3,6 @@
 Sharded models too: each rank reads and holds its own rows alone.
 """
 
-import json
 import math
 from dataclasses import fields
 from importlib import import_module
@@ -11,7 +10,7 @@ from importlib import import_module
 import torch
 from safetensors import SafetensorError, safe_open
 
-from distributed.disk import progress
+from distributed.disk import progress, read_json
 from models.config import ARCHITECTURES, architecture, stored_dtype
 from models.experts import expert_parts
 
@@ -121,18 +120,6 @@ def full_tensor(value):
     return (value.full_tensor() if is_sharded(value) else value).detach()
 
 
-def read_json(path):
-    """The object that a JSON file holds."""
-    if not path.is_file():
-        needs = "a model directory needs config.json, *.safetensors and a tokenizer"
-        raise SystemExit(f"{path} is missing: {needs}")
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:  # not UTF-8, not JSON
-        problem = "it is truncated or damaged; copy it again"
-        raise SystemExit(f"{path} is not JSON ({error}): {problem}") from error
-
-
 def json_if_there(path):
     """What read_json gives; {} if there is no such file."""
     return read_json(path) if path.is_file() else {}
@@ -140,8 +127,6 @@ def json_if_there(path):
 
 def open_tensors(path):
     try:
-        if not path.is_file():  # a pipe would be waited for
-            raise OSError("it is no file")
         return safe_open(path, framework="pt")
     except (SafetensorError, OSError) as error:
         problem = "it is truncated or missing; download or copy it again"

@@ -73,10 +73,10 @@ class TokenEngine(Engine):
             served = n if is_dynamic else f"a divisor of the block length {n}"
             raise SystemExit(f"--denoising-steps {steps}: with {rule} give {served}")
 
-    def _generate(self, prompt_ids, owner, sample_index, settings, stop_at_eos, canvas):
+    def _generate(self, prompt_ids, owner, sample_index, settings, canvas):
         prompts, eos = [prompt_ids[i] for i in owner.tolist()], settings["eos_token_ids"]
         seeds = (keyed_uniform(settings["seed"], sample_index) * 2**53).long().tolist()
-        rows = self.tokens(prompts, seeds, settings, eos if stop_at_eos else [])
+        rows = self.tokens(prompts, seeds, settings, eos if settings["stop_at_eos"] else [])
         canvas_length = torch.tensor(list(map(len, rows)), device=self.device)
         completion_ids = pad_sequence(rows, True, self.model.pad_token_id).to(self.device)
         return Trace(

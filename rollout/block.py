@@ -19,25 +19,16 @@ max_post_steps of these extra forwards may edit.
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 
-from models.attention import block_causal, make_attend
-from rollout.engine import RULES, Engine
+from models.attention import attention, block_causal, make_attend
+from rollout.engine import RULES, CurrentBlock, Engine
 
 
 @dataclass
-class CachedBlock:
-    """One block in each of R rows that are denoised together, and its forward."""
+class CachedBlock(CurrentBlock):
+    """Its positions are below 0 on padding."""
 
-    model: object
     cache: list  # keys and values [R, K, S, h] of each layer
-    tokens: torch.Tensor  # [R, S] int64
-    positions: torch.Tensor  # [R, S] int64, below 0 on padding
-    sample_index: torch.Tensor  # [R] int64
-    prompt_length: torch.Tensor  # [R, 1] int64, columns before the completion
-    first: int  # first column of the block
-    quota: list  # tokens to reveal at each step
-    first_step: int  # number of steps in earlier blocks
 
     def forward(self, first, width, window):
         """Forward the block, `width` columns from `first` on. Each layer writes the block's keys
@@ -52,8 +43,7 @@ class CachedBlock:
             for kept, new in zip(self.cache[layer], (k, v), strict=True):
                 kept[:, :, here] = new
             keys, values = (kept[:, :, :end] for kept in self.cache[layer])
-            gqa = q.shape[1] != k.shape[1]
-            return F.scaled_dot_product_attention(q, keys, values, visible, enable_gqa=gqa)
+            return attention(q, keys, values, visible)
 
         return self.model.hidden(self.tokens[:, here], self.positions[:, here], attend)
 
@@ -77,20 +67,26 @@ class BlockEngine(Engine):
         cache = [(empty(), empty()) for _ in range(config.num_hidden_layers)]
         if prefilled:
             valid = torch.arange(prefilled, device=self.device) >= pads[:, None]
-            position_ids, block_ids = self.model.grid(valid)
-            attend_prompt = make_attend(block_causal(block_ids, valid))
-
-            def attend(layer, q, k, v):
-                for kept, new in zip(cache[layer], (k, v), strict=True):
-                    kept[:, :, :prefilled] = new[owner]
-                return attend_prompt(layer, q, k, v)
-
-            self.model.hidden(prompts, position_ids, attend)
+            self._write_prompts(prompts, valid, cache, slice(None), owner)
         return cache
+
+    def _write_prompts(self, prompts, valid, cache, rows, owner):
+        """Forward prompts [U, P], whole blocks, valid [U, P] without padding, and write keys and
+        values of prompts[owner[i]] into row rows[i] of the cache.
+        """
+        position_ids, block_ids = self.model.grid(valid)
+        attend_prompt = make_attend(block_causal(block_ids, valid))
+
+        def attend(layer, q, k, v):
+            for kept, new in zip(cache[layer], (k, v), strict=True):
+                kept[rows, :, : prompts.shape[1]] = new[owner]
+            return attend_prompt(layer, q, k, v)
+
+        self.model.hidden(prompts, position_ids, attend)
 
     def _block(self, cache, samples, start, quota, first_step, settings):
         tokens, positions, offset, index = samples
         prompt_length = start - offset[:, start, None]
         return CachedBlock(
-            self.model, cache, tokens, positions, index, prompt_length, start, quota, first_step
+            self.model, tokens, positions, index, prompt_length, start, quota, first_step, cache
         )

@@ -172,15 +172,29 @@ def truncate(logits, temperature, top_k=0, top_p=1.0):
 Samples = namedtuple("Samples", "tokens position offset index")
 
 
+@dataclass
+class CurrentBlock:
+    """One block in each of R rows that are denoised together. A subclass adds
+    forward(first, width, window) -> hidden states [R, width, D] for the columns from `first` on.
+    """
+
+    model: object
+    tokens: torch.Tensor  # [R, S] int64, prompts padded on the left and completions
+    positions: torch.Tensor  # [R, S] int64
+    sample_index: torch.Tensor  # [R] int64
+    prompt_length: int | torch.Tensor  # columns before the completions, of all rows or [R, 1]
+    first: int  # first column of the block
+    quota: list  # tokens to reveal at each step
+    first_step: int  # number of steps in earlier blocks
+
+
 class Engine:
     """Sampler whose `model` is its own copy of the weights.
 
     A subclass knows the attention pattern. `_generate` calls what it defines:
         _prefill(prompts, pads, owner, width) -> cache, keys and values [N, ...] per layer
-        _block(cache, samples, start, quota, first_step, settings) -> the block that begins at
-            column `start` of some rows; first_step: number of steps in earlier blocks. `_denoise`
-            reads its tokens, sample_index, prompt_length (int or [R, 1]), first, quota and
-            first_step, and calls its forward(first, width, window)
+        _block(cache, samples, start, quota, first_step, settings) -> the CurrentBlock that begins
+            at column `start` of some rows
     """
 
     # the values that this engine accepts
@@ -351,13 +365,18 @@ class Engine:
                 )
         start = canvas.settings["steps"].stop if canvas else 0
         steps = range(start, ALL.stop if until is None else until)
-        settings |= {"steps": steps, "num_samples": num_samples, "seed": seed}
+        settings |= {
+            "steps": steps,
+            "num_samples": num_samples,
+            "seed": seed,
+            "stop_at_eos": stop_at_eos,
+        }
         samples, parts = torch.arange(len(prompt_ids) * num_samples, device=self.device), []
         at_once = self.refills and not is_part
         batches = [samples] if at_once else samples.split(self.max_batch_size)
         for batch in progress(batches, "batches of completions"):
             first, last = int(batch[0]) // num_samples, int(batch[-1]) // num_samples
-            rows = batch // num_samples - first, sample_offset + batch, settings, stop_at_eos
+            rows = batch // num_samples - first, sample_offset + batch, settings
             known = None
             if canvas:
                 held = batch * len(canvas.step_map) // len(samples)
@@ -373,7 +392,7 @@ class Engine:
                 ) from None
         return concatenate(parts, self.model.pad_token_id)
 
-    def _generate(self, prompt_ids, owner, sample_index, settings, stop_at_eos, canvas):
+    def _generate(self, prompt_ids, owner, sample_index, settings, canvas):
         """Decode one batch, in which row i continues prompt_ids[owner[i]], one block after the
         other. -> Trace
 
@@ -443,7 +462,7 @@ class Engine:
 
             # Finish the rows that are complete or hold an EOS: the rest cannot change the text.
             is_eos = among(tokens[here], settings["eos_token_ids"]) & (offset[here] >= 0)
-            goes_on = (end[row] > stop) & ~(is_eos.any(1) & stop_at_eos)
+            goes_on = (end[row] > stop) & ~(is_eos.any(1) & settings["stop_at_eos"])
             if self.is_block:
                 end[row[~goes_on]] = stop
             if not goes_on.any():

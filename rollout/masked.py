@@ -20,9 +20,9 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 
-from rollout.engine import ADAPTIVE, ENTROPIES, RULES, Engine
+from models.attention import attention
+from rollout.engine import ADAPTIVE, ENTROPIES, RULES, CurrentBlock, Engine
 from rollout.schedules import block_quotas
 
 ORDERED = "low_confidence_static", "entropy", "topk_margin"  # whose order alg_temp may draw
@@ -30,18 +30,8 @@ UNSCORED = "sequential", "origin"  # rules that look at no confidence
 
 
 @dataclass
-class CurrentBlock:
-    """One block in each of R rows that are denoised together, and the forwards of these rows."""
-
-    model: object
-    tokens: torch.Tensor  # [R, S] int64, prompts padded on the left and completions
-    positions: torch.Tensor  # [R, S] int64
+class MaskedBlock(CurrentBlock):
     bias: torch.Tensor  # [R, 1, 1, S], added to attention scores: -inf on padding, else 0
-    sample_index: torch.Tensor  # [R] int64
-    prompt_length: int  # columns before the completions
-    first: int  # first column of the block
-    quota: list  # tokens to reveal at each step
-    first_step: int  # number of steps in earlier blocks
     kept: dict | None  # the cache, {layer: keys and values [R, K, S, h]}; None: no cache
 
     def forward(self, first, width, window):
@@ -66,8 +56,7 @@ class CurrentBlock:
             if keys is not k:  # a later forward, of a window
                 keys[:, :, columns], values[:, :, columns] = k, v
             k, v = keys, values
-        gqa = q.shape[1] != k.shape[1]
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=self.bias, enable_gqa=gqa)
+        return attention(q, k, v, self.bias)
 
 
 class MaskedEngine(Engine):
@@ -108,7 +97,5 @@ class MaskedEngine(Engine):
         position, kept = samples.position, None if settings["cache"] == "none" else {}  # a new one
         bias = (position >= 0)[:, None, None].to(self.dtype).log()
         P = samples.tokens.shape[1] - sum(map(sum, block_quotas(**settings)))
-        shape = P, start, quota, first_step, kept
-        return CurrentBlock(
-            self.model, samples.tokens, position.clamp(min=0), bias, samples.index, *shape
-        )
+        rows = samples.tokens, position.clamp(min=0), samples.index
+        return MaskedBlock(self.model, *rows, P, start, quota, first_step, bias, kept)

@@ -27,13 +27,14 @@ class Batch:
             {"tokens": self.completion_mask.sum(), "sequences": len(self.input_ids)}
         ).values()
 
-    def uniform(self, iteration, draw):
+    def uniform(self, iteration, draw, offset=None):
         """Keyed by the step's seed, the sample's index over all ranks, iteration, draw, and the
         offset from the start of the completion, so that left padding changes nothing.
 
-        -> [B, T] fp64 in [0, 1)
+        offset: of one column. -> [B, T], or what draw [K] and offset broadcast to, fp64 in [0, 1)
         """
-        offset = torch.arange(self.input_ids.shape[1], device=self.input_ids.device) - self.P
+        if offset is None:
+            offset = torch.arange(self.input_ids.shape[1], device=self.input_ids.device) - self.P
         seed, sample = self.trace.settings["seed"], self.trace.sample_index[:, None]
         return keyed_uniform(seed, "masks", sample, iteration, draw, offset)
 
@@ -63,6 +64,26 @@ class Rows:
             setattr(rows, name, value[index] if torch.is_tensor(value) else value)
         return rows
 
+    def draws(self):
+        """-> {name: tensor} of what has a dimension K"""
+        return {k: x for k, x in vars(self).items() if torch.is_tensor(x) and x.dim() == 3}
+
+    def subsample(self, n, iteration):
+        """n draws of each row, random ones of those that score something, their weights divided by
+        the probability to be chosen: a loss that is a sum over draws, and its gradient, stay the
+        same in expectation. Row r is sequence r. n: at least K is all, as they are.
+        """
+        made = self.weights.any(2)  # [R, K]
+        if n >= made.shape[1]:
+            return self
+        draw = torch.arange(made.shape[1], device=made.device)
+        # those made come first
+        chosen = (self.batch.uniform(iteration, draw, 0) + ~made).argsort(1)[:, :n, None]
+        rows = copy(self)
+        vars(rows).update({k: x.take_along_dim(chosen, 1) for k, x in self.draws().items()})
+        rows.weights *= (made.sum(1).clamp(min=n) / n)[:, None, None]
+        return rows
+
     def for_update(self, size, together, keep_all):
         """Without rows that have no gradient, sorted by length, so that a micro-batch has little
         padding. Draws are split into rows of at most `size`, unless the loss needs them `together`.
@@ -74,11 +95,7 @@ class Rows:
         assert K <= size or not together  # the plan refuses such a size, if num_draws is right
         parts = next(n for n in range(1, K + 1) if K % n == 0 and K // n <= size)
         rows = self.select(self.valid_mask.sum(1).argsort(stable=True))
-        split = {
-            name: value.reshape(R * parts, K // parts, -1)
-            for name, value in vars(rows).items()
-            if torch.is_tensor(value) and value.dim() == 3
-        }
+        split = {k: x.reshape(R * parts, K // parts, -1) for k, x in rows.draws().items()}
         rows = rows.select(torch.arange(R).repeat_interleave(parts))
         vars(rows).update(split)
         live = rows.weights.any((1, 2)) & (keep_all | (rows.advantages != 0))

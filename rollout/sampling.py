@@ -25,22 +25,6 @@ def _splitmix64(x):
     return x ^ _shift_right(x, 31)
 
 
-def key_parts(key):
-    """The parts of a key as int64 tensors and ints that fit into 64 bits; words become the integers
-    of their bytes.
-    """
-    parts = []
-    for part in key:
-        if isinstance(part, str):
-            if len(part.encode()) > 7:
-                raise ValueError(
-                    f"{part!r} is longer than 7 bytes: words with a common start would share a key"
-                )
-            part = int.from_bytes(part.encode(), "little")
-        parts.append(part if isinstance(part, torch.Tensor) else int64(part))
-    return parts
-
-
 def keyed_uniform(*key):
     """Uniform numbers of a counter-based generator: equal keys give equal numbers on every device,
     rank and batch layout.
@@ -50,10 +34,13 @@ def keyed_uniform(*key):
     on the device of the tensors.
     """
     state = 0
-    for part in key_parts(key):
-        state = _splitmix64(
-            (state ^ (part if isinstance(part, torch.Tensor) else torch.tensor(part))) + GOLDEN
-        )
+    for part in key:
+        if isinstance(part, str):
+            assert len(part.encode()) <= 7, f"{part}: words with a common start would share a key"
+            part = int.from_bytes(part.encode(), "little")
+        if not isinstance(part, torch.Tensor):
+            part = torch.tensor(int64(part))
+        state = _splitmix64((state ^ part) + GOLDEN)
     return _shift_right(state, 11).double() * 2.0**-53
 
 

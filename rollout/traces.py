@@ -1,10 +1,12 @@
 """What a rollout returns: tokens, and the order in which they were revealed."""
 
 from dataclasses import dataclass, fields
+from itertools import repeat
 
 import torch
 import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
+from torch.utils._pytree import tree_map_only
 
 from distributed.groups import all_reduce
 from distributed.sequence import gather_objects
@@ -12,11 +14,13 @@ from rollout.schedules import block_quotas
 
 
 class Completion(str):
-    """A completion as text. tokens: how many it has, with the EOS; truncated: it has no EOS"""
+    """A completion as text. tokens: how many it has, with the EOS; truncated: it has no EOS;
+    forwards: of the sampler for it, None where it does not tell
+    """
 
-    def __new__(cls, text, tokens=None, truncated=None):
+    def __new__(cls, text, tokens=None, truncated=None, forwards=None):
         self = super().__new__(cls, text)
-        self.tokens, self.truncated = tokens, truncated
+        self.tokens, self.truncated, self.forwards = tokens, truncated, forwards
         return self
 
 
@@ -123,15 +127,22 @@ class Trace:
                 new = self.records["tokens"][:, replay].long()
             state = torch.where(new >= 0, new, state)
 
+    def select(self, rows):
+        """-> the Trace of these rows, a list of numbers"""
+        taken = tree_map_only(torch.Tensor, lambda x: x[rows], vars(self))
+        return Trace(**taken | {"prompt_ids": [self.prompt_ids[i] for i in rows]})
+
     def text(self, i, tokenizer):
         """Completion i as text, without special tokens: what is graded."""
         return tokenizer.decode(self.completion(i), skip_special_tokens=True)
 
     def texts(self, tokenizer):
         """All as Completion."""
-        ids = self.completions()
+        ids, forwards = self.completions(), repeat(None)
+        if self.num_forwards is not None:
+            forwards = self.num_forwards.tolist()
         texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
-        return [*map(Completion, texts, map(len, ids), self.truncated.tolist())]
+        return [*map(Completion, texts, map(len, ids), self.truncated.tolist(), forwards)]
 
     def describe(self, i, tokenizer, reward, example):
         """Completion i, its reward, and the gold answer of its example for samples.jsonl. -> dict

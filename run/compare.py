@@ -13,11 +13,14 @@ reached a step and over the 20 steps before it, of scores over the seeds alone; 
 import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import distributed.start  # noqa: F401
+
+# isort: split
 import numpy as np
 import pandas as pd
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from data.rows import read_json
+from distributed.disk import read_json
 from evals.report import is_score, read_rows
 
 # flags that do not change what a run learns
@@ -26,11 +29,6 @@ compile activation_checkpointing sync_every_backward sequence_parallel""".split(
 UNITS = ["rollouts", "tokens", "seconds"]
 TRAINED = "time/update", "speed/tokens_per_s"  # keys of every training step
 LINES = 6  # of a panel
-# of the methods, in every figure
-COLOURS = """cj_grpo:#0072B2 justgrpo:#D55E00 tpg:#009E73 mdpo:#E69F00 dtreerpo:#CC79A7
-tracerl:#000000 bgpo:#7B2CBF espo:#C1121F spg:#12908E ebpo:#56B4E9 d1:#6B4226 coupled_grpo:#8A8D00
-wd1:#D100D1 sft:#5B5B5B vrpo:#3D5A1E"""
-COLOURS = dict(pair.split(":") for pair in COLOURS.split())
 
 
 def read_runs(folders):
@@ -121,14 +119,15 @@ def draw(runs, metric, path):
     from matplotlib import rcParams
     from matplotlib.figure import Figure
 
-    rcParams["text.parse_math"] = False  # a flag may hold dollars
+    # a flag may hold dollars; a name stands where the frame would
+    rcParams["text.parse_math"] = rcParams["axes.spines.right"] = False
     means = smoothed(runs, metric).groupby(["group", "step"]).mean()
     ends = means["mean"].groupby("group").last().sort_values()
     columns, gap, height = -(-len(ends) // LINES), 0.06 * np.ptp(means[metric]), 0
     figure = Figure((9 * columns, 10), layout="constrained")
     panels = figure.subplots(len(UNITS), columns, sharey=True, squeeze=False)
     for place, (name, end) in enumerate(ends.items()):
-        curve, color = means.loc[name], COLOURS.get(name, f"C{place}")
+        curve, color = means.loc[name], f"C{place}"
         height = max(height + gap, end) if place % LINES else end
         for axes, unit in zip(panels[:, place // LINES], UNITS, strict=True):
             curve.plot(unit, "mean", ax=axes, color=color, legend=False)
@@ -143,7 +142,7 @@ def main(runs: tuple[str, ...], /, metric: str = "", out: str = "compare.png"):
     Args:
         runs: directories of runs
         metric: key of metrics.jsonl; empty: held-out scores, else the mean reward
-        out: file of the curves
+        out: file of the curves, in the current directory
     """
     rows = read_runs(runs)
     known = sorted(rows[rows["step"] > 0].dropna(axis=1, how="all"))

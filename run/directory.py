@@ -1,5 +1,7 @@
 """The directory of a run: its steps, its log, its saves, and when it stops."""
 
+from time import perf_counter
+
 from data.stream import check_items
 from distributed.disk import from_first_rank
 from distributed.groups import close_distributed
@@ -97,5 +99,7 @@ class Run:
             self.say(f"{name}: {said} after on {tests[-1][3]:.0f} distinct held-out problems")
         if self.drawn:
             self.say(self.drawn)
-        self.log.end(self.saves.newest, self.stop.status)
+        seconds, report = perf_counter() - self.log.started, self.log.run_dir / "report.html"
+        self.say(f"{seconds:.0f} s; report: {report}; weights: {self.saves.newest}")
+        self.log.close(self.stop.status)
         close_distributed(self.stop.status)

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args, get_type_hints
 
-from data.rows import read_json, whole_path
+from data.rows import whole_path
+from distributed.disk import read_json
 from models import is_tiny, sampling_facts
 
 # tasks whose own problems have prompts without words, for the tiny models -> the preset with words
@@ -148,13 +149,19 @@ class RolloutFlags(RunFlags):
 
     # rollouts and rewards
     reward: str = ""
-    """name in evals/rewards.py, or path.py:function; empty: the task's exact score"""
+    """name in evals/rewards.py, or path.py:function; empty: the task's exact score; a+b:
+    several, each normalised in its group by itself, as score+tokens_per_forward"""
     reward_errors: float | None = None
     """reward of a completion for which a file of yours fails; None: the run saves and ends"""
+    positive_only: bool = False
+    """negative advantages become 0 (ours: docs/curves.md)"""
     max_prompt_length: int = 1024
     """tokens; problems with longer prompts are dropped and counted"""
     prompts_per_step: int = 8
     """prompts per rollout, over all ranks"""
+    refill: int = 0
+    """at most so many more rollouts in a step, whose groups take the places of those without
+    different rewards (DAPO, DiPO)"""
     remasking: Literal["low_confidence_static", "low_confidence_dynamic", "random"] = (
         "low_confidence_static"
     )

@@ -3,7 +3,7 @@ report.html; heldout.jsonl with answers to held-out problems.
 
     log = RunLog(__file__, args, task)
     log.write(step, {"reward/mean": 0.3, "loss/total": loss})
-    log.end(weights)
+    log.close()
 
 The .jsonl files are the state of the log: table, figure and page are made from them.
 """
@@ -34,6 +34,7 @@ from distributed.disk import (
     hold,
     is_first_rank,
     new_directory,
+    read_json,
     write_atomically,
     writing,
 )
@@ -69,7 +70,8 @@ class RunLog:
     def __init__(self, script, args, task, step=0):
         """script: its file. args: flags of a run. task: its name.
 
-        With --resume rows of steps after `step` are dropped from the files, config.json stays.
+        With --resume rows of steps after `step` are dropped from the files, and config.json gets
+        the flags that changed, and the command.
         SystemExit if the run is beyond --max-steps already.
         """
         if step > args.max_steps:
@@ -77,17 +79,22 @@ class RunLog:
         self.is_writer, self.max_steps, self.wandb_run = is_first_rank(), args.max_steps, None
         self.started = self.next_plot = time.perf_counter()
         name = f"{Path(script).stem}-{Path(args.model).name}-{task}-s{args.seed}"
-        made = lambda: make_run_dir(args.out, name)
+        name += f"-{datetime.now():%m%d-%H%M%S}"
+        made = lambda: new_directory(Path(args.out) / name)
         self.run_dir = Path(args.resume) if args.resume else from_first_rank(made)
         if not self.is_writer:
             return
+        path, config = self.run_dir / "config.json", describe_run(script, args)
         if args.resume:
             for file in ("metrics.jsonl", "samples.jsonl")[: 1 + hasattr(args, "reward")]:
                 truncate_rows(self.run_dir / file, step)
+            now, config = config, read_json(path)
+            config["args"] = now["args"]
+            config.setdefault("chosen", {}).update(now["chosen"])
+            config.setdefault("resumed", {})[str(step)] = now["command"]
         else:
             hold(self.run_dir)
-            config_text = json.dumps(describe_run(script, args), indent=2) + "\n"
-            write_atomically(self.run_dir / "config.json", config_text)
+        write_atomically(path, json.dumps(config, indent=2) + "\n")
         if args.track:
             self.wandb_run = follow(self.run_dir, vars(args))
         # A run that stops with an error leaves its table and figure too. Registered behind wandb's
@@ -153,12 +160,6 @@ class RunLog:
         if self.wandb_run:
             self.wandb_run.save(self.run_dir / "report.html", self.run_dir, "now")
 
-    def end(self, weights, status=0):
-        """Say how long the run took and where its report and weights (a path) are, and close."""
-        seconds, report = time.perf_counter() - self.started, self.run_dir / "report.html"
-        self.say(f"{seconds:.0f} s; report: {report}; weights: {weights}")
-        self.close(status)
-
     def close(self, status=0):
         """Draw the last plot, end the wandb run. status: of the process; unless it is 0, where the
         record of the run is goes to stderr.
@@ -195,7 +196,10 @@ def follow(run_dir, config):
     ours = {"WANDB_PROJECT": "cleandllm", "WANDB_NAME": run_dir.name, "WANDB_DIR": run_dir}
     known = kept.read_text() if kept.exists() else None
     how = {name[6:].lower(): ours[name] for name in ours if name not in os.environ}
-    run = wandb.init(config=config, id=known, resume="allow", **how)
+    try:
+        run = wandb.init(config=config, id=known, resume="allow", **how)
+    except wandb.Error as error:
+        raise SystemExit(f"--track: {error} (or set WANDB_MODE=offline)") from error
     # wandb's own counter would drop the steps that a killed run repeats
     run.define_metric("*", step_metric="step")
     kept.write_text(run.id)
@@ -264,16 +268,8 @@ class Stopwatch(dict):
 def machine_metrics():
     """Most memory that this process has held, in 10^9 bytes: allocated on GPU, resident on CPU"""
     unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss: bytes on macOS, KiB on Linux
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-    if torch.cuda.is_available():
-        peak = torch.cuda.max_memory_allocated()
-    return {"memory/peak_gb": peak / 1e9}
-
-
-def make_run_dir(out, name):
-    """Create out/name-<MMDD-HHMMSS>, with -2, -3 ... if that exists."""
-    with writing(out):
-        return new_directory(Path(out) / f"{name}-{datetime.now():%m%d-%H%M%S}")
+    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return {"memory/peak_gb": (torch.cuda.max_memory_allocated() or resident) / 1e9}
 
 
 def describe_run(script, args):
@@ -298,10 +294,9 @@ def describe_run(script, args):
 
 def describe_git():
     """-> commit, with -dirty behind it if files differ from it; "" outside a repository"""
-    command = "git describe --always --dirty --abbrev=40 --exclude=*"
-    here = Path(__file__).resolve().parent
-    found = subprocess.run(command, cwd=here, shell=True, capture_output=True, text=True)
-    return found.stdout.strip()
+    here = shlex.quote(str(Path(__file__).resolve().parent))
+    command = f"git -C {here} describe --always --dirty --abbrev=40 --exclude=* 2>/dev/null"
+    return subprocess.getoutput(command)
 
 
 def describe_device():

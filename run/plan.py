@@ -240,7 +240,7 @@ class Plan:
 
         update = self.epochs * ((2 + args.activation_checkpointing) * forward + gradients)
         values = (self.has_old and self.iterations > 1) + self.has_reference
-        if args.num_draws(1 << 20) < 1 << 20:  # masks are drawn anew; replays of all steps stay
+        if args.num_draws(1 << 20) == self.copies:  # masks are drawn anew
             values *= self.epochs
         phases = {
             "rollout": sampling(self.rollout),

@@ -7,14 +7,15 @@ import torch
 from data.preferences import held_out_pairs, pairs_of
 from data.stream import ShuffledStream
 from data.tokens import encode
-from distributed.groups import all_reduce, rank_share
+from distributed.groups import all_reduce, gather, rank_share
 from evals import TRIAL, load_splits, load_task, mean_score, score_all
 from evals.own import FAILED
-from evals.rewards import load_reward
+from evals.rewards import load_reward, reward_names, sum_of_parts
 from models import add_lora, load_tokenizer
 from rollout import gathered, make_engine, probe, rollout_metrics, sync_engine
-from rollout.engine import SamplingSettings
+from rollout.engine import ADAPTIVE, SamplingSettings
 from rollout.rows import Batch
+from rollout.traces import concatenate
 from run.plan import fit
 
 
@@ -78,7 +79,8 @@ class HeldOut:
         if args.eval_limit:
             request = None, self.sampling  # refused here if the sampler cannot serve them
             engine = make_engine(args.model, "auto", device, None, at_once, request)
-            self.facts += f"\nevaluations: {engine.validate(**self.sampling)}"
+            how = engine.validate(**self.sampling)
+            self.facts += f"\nscored on {self.task.NAME} (--task), not with --eval-limit 0: {how}"
         return engine
 
     def score(self, engine, split, name, model=None):
@@ -92,6 +94,10 @@ class HeldOut:
         metrics, self.answers = mean_score(engine, *how, **self.sampling)
         return metrics
 
+    def validate(self, engine, model):
+        """-> the score on the validation split. Collective."""
+        return self.score(engine, "validation", "eval", model)
+
 
 class Problems(HeldOut):
     """The problems of a script with rollouts, shared by its ranks.
@@ -103,6 +109,10 @@ class Problems(HeldOut):
     def __init__(self, args, model, records, together, uses_old):
         """records: what the sampler must keep; together, uses_old: see run/plan.py"""
         self.mine = rank_share(args.prompts_per_step, "--prompts-per-step")
+        counts_forwards = args.remasking in ADAPTIVE and args.rollout_backend != "lmdeploy"
+        if "tokens_per_forward" in reward_names(args.reward) and not counts_forwards:
+            needed = "--remasking low_confidence_dynamic, and a --rollout-backend of ours"
+            raise SystemExit(f"--reward tokens_per_forward needs {needed}: others have one rate")
         super().__init__(args, args.max_prompt_length, args.data)
         self.args, self.records, self.train = args, records, self.splits["train"]
         self.grade([TRIAL], [self.train[0][0]])
@@ -122,6 +132,7 @@ class Problems(HeldOut):
         if args.lora_rank and not args.lora_merged_rollout:
             add_lora(engine.model, *args.lora, engine.dtype)
         self.facts += f"; rollouts: {engine.validate(self.records, **self.rollout)}"
+        self.engine = engine
         return engine
 
     def chosen(self, step):
@@ -146,24 +157,47 @@ class Problems(HeldOut):
         try:
             paid = self.pay(completions, examples)
         except SystemExit as caught:
-            error = caught
-        if all_reduce({"failed": bool(error)})["failed"]:
-            raise SystemExit(f"{error or 'a reward failed on another rank'}{self.keep()}")
+            error = str(caught)
+        if errors := [*filter(None, gather(error))]:
+            raise SystemExit(f"{errors[0]}{self.keep()}")
         return paid
+
+    def graded(self, trace, step):
+        """-> [(what a completion is paid, its example)] of a rollout. Collective."""
+        G = trace.settings["num_samples"]
+        examples = [example for example, _ in self.chosen(step) for _ in range(G)]
+        return [*zip(self.grade(trace.texts(self.tokenizer), examples), examples, strict=True)]
 
     def reward(self, trace, step, model):
         """Grade the rollout of a step. Collective.
 
-        -> Batch of all ranks that share rows, with rewards [B] and examples; these rewards; metrics
+        -> Batch of all ranks that share rows, with rewards [B] and examples; what the advantages
+        are made of: these rewards, or of --reward a+b (where they are those of a) `sum_of_parts`;
+        metrics
         """
-        G = trace.settings["num_samples"]
-        examples = [example for example, _ in self.chosen(step) for _ in range(G)]
+        G, N, pad = trace.settings["num_samples"], len(trace.prompt_ids), model.pad_token_id
         FAILED.clear()
-        parts = self.grade(trace.texts(self.tokenizer), examples)
+        graded = self.graded(trace, step)
+        for extra in range(1, self.args.refill + 1):
+            totals = torch.tensor([sum(parts.values()) for parts, _ in graded]).view(-1, G)
+            is_dead = (totals == totals[:, :1]).all(1)
+            if not all_reduce({"dead": is_dead.sum()})["dead"]:
+                break
+            later = step + (extra << 24)  # where no step gets to
+            fresh = self.engine.generate(**self.request(later, G))
+            self.engine.make_room()
+            graded += self.graded(fresh, later)
+            rows = (torch.arange(N) + N * is_dead.repeat_interleave(G)).tolist()
+            trace, graded = concatenate([trace, fresh], pad).select(rows), [graded[i] for i in rows]
+        parts, examples = map(list, zip(*graded, strict=True))
         failed = all_reduce({"failed": len(FAILED), "all": len(parts)})
-        trace, rewards, parts, examples = gathered(trace, parts, examples, model.pad_token_id)
+        trace, rewards, parts, examples = gathered(trace, parts, examples, pad)
         batch = Batch(trace, model)
         batch.rewards, batch.examples = rewards, examples
+        if len(reward_names(self.args.reward)) > 1:
+            values = rewards.new_tensor([[*paid.values()] for paid in parts])
+            batch.rewards = values[:, 0]
+            rewards = sum_of_parts(values.view(-1, G, values.shape[1])).flatten()
         metrics = rollout_metrics(trace, rewards, parts, G)
         if self.args.reward_errors is not None:
             metrics["reward/error_frac"] = failed["failed"] / failed["all"]

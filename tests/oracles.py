@@ -114,7 +114,7 @@ def rollout_batch(module, model, args, prompts=PROMPTS, sample_offset=0):
     trace = generate([list(p) for p in prompts], num_samples=G, sample_offset=sample_offset, **how)
     batch = Batch(trace, model)
     rewards = torch.tensor([[1.0, 0.0, 0.0, 1.0]] * (len(prompts) - 1) + [[1.0] * 4]).double()
-    rewards = rewards[:, :G].flatten()
+    batch.rewards = rewards = rewards[:, :G].flatten()
     if module.RECORDS == "states":  # one for every step
         rewards = rewards[:, None] * torch.arange(1, trace.num_replays + 1)
     batch.advantages, batch.progress = module.compute_advantages(rewards, args), 0.4
@@ -291,7 +291,9 @@ def full_graph_loss(module, model, rows, args):
         )
     if name == "tracerl":  # an advantage for each token, and a KL to the old policy
         A = rows.batch.token_advantages[rows.sequence, None]
-        return clipped(lp, w / rows.total, A, old, args.kl_to_old)
+        right = w * (rows.batch.rewards == 1)[rows.sequence, None, None]
+        nll = -(right * lp).sum() / right.sum()  # row_mean: of rows
+        return clipped(lp, w / rows.total, A, old, args.kl_to_old) + args.nll_weight * nll
     if name == "dtreerpo":
         return clipped(lp[:, 0], w[:, 0]) - (rows.sibling_weights * lp[:, 0]).sum()
     if name == "bgpo":

@@ -22,7 +22,11 @@ MOVES = TWO | {"max_steps": 3, "ref_sync_steps": 3, "baseline": "loo", "top_p": 
 EOSER = {"eos_policy": "eoser", "schedule": "ascending"}
 TREES = TWO | {"branches": (2, 2), "lambda_max": 1.0}
 TRACES = TWO | {"accuracy_range": (0.0, 9.0)}
+FAST = TRACES | {"nll_weight": 0.1, "remasking": "low_confidence_dynamic", "denoising_steps": 4}
+FAST |= {"reward": f"{ROOT}/tests/golden_runs.py:coin+tokens_per_forward"}
+OWN = {"data": str(ROOT / "tests/golden/own.jsonl")}
 VALUES = {"value_model": True, "value_learning_rate": 5e-6, "denoising_steps": 3, "gamma": 0.9}
+VALUES |= {"positive_only": True, "train_steps": 2}
 
 
 class Method(NamedTuple):
@@ -32,45 +36,53 @@ class Method(NamedTuple):
 
 
 METHODS = {
-    "d1": Method(524, {"dream": LORA | TWO}),
-    "coupled_grpo": Method(694, {"sdar": MOVES}),
-    "spg": Method(923, {"llada-moe": {"num_iterations": 1, "block_length": 4}}),
-    "stabledrl": Method(1044, {"llada": TWO | {"block_length": 4}}),
+    "d1": Method(502, {"dream": LORA | TWO}),
+    "coupled_grpo": Method(672, {"sdar": MOVES}),
+    "spg": Method(901, {"llada-moe": {"num_iterations": 1, "block_length": 4}}),
+    "stabledrl": Method(1043, {"llada": TWO | {"block_length": 4}}),
     "bgpo": Method(
-        586,
+        564,
         {
             "llada2": LORA | {"mc_num": 2, "lora_merged_rollout": True},
             "sdar-moe": TWO | {"mc_num": 3, "lr_schedule": "cosine"},
         },
     ),
-    "cj_grpo": Method(697, {"llada": LORA | TWO | EOSER}),
-    "mdpo": Method(1193, {"llada": TWO | {"train_steps": 3, "remasking": "rcr"}}, BIDIRECTIONAL),
-    "espo": Method(691, {"llada": TWO | {"ref_sync_steps": 1, "epsilon": 4e-4}}),
-    "gdpo": Method(584, {"sdar": TWO | {"mc_num": 2}}),
-    "ebpo": Method(665, {"sdar": TWO | {"mc_num": 3}}, BLOCK),
-    "wd1": Method(401, {"llada": LORA | TWO | {"psi": 0.5}}),
-    "justgrpo": Method(731, {"llada": LORA | TWO | {"denoising_steps": 4, "positions": 3}}),
-    "dtreerpo": Method(1382, {"llada": LORA | TREES, "sdar": TREES}),
+    "cj_grpo": Method(728, {"llada": LORA | TWO | EOSER}),
+    "mdpo": Method(1215, {"llada": TWO | {"train_steps": 3, "remasking": "rcr"}}, BIDIRECTIONAL),
+    "espo": Method(669, {"llada": TWO | {"ref_sync_steps": 1, "epsilon": 4e-4}}),
+    "gdpo": Method(562, {"sdar": TWO | {"mc_num": 2}}),
+    "ebpo": Method(643, {"sdar": TWO | {"mc_num": 3}}, BLOCK),
+    "wd1": Method(400, {"llada": LORA | TWO | {"psi": 0.5}}),
+    "justgrpo": Method(643, {"llada": LORA | TWO | {"denoising_steps": 4, "train_steps": 3}}),
+    "dtreerpo": Method(1389, {"llada": LORA | TREES, "sdar": TREES}),
     "tracerl": Method(
-        1281, {"dream": TRACES | LORA | {"shrink": 2, "row_mean": True}, "sdar": TRACES | VALUES}
+        1450,
+        {
+            "dream": TRACES | LORA | {"shrink": 2, "row_mean": True},
+            "sdar": TRACES | VALUES,
+            "llada2": FAST,
+        },
     ),
-    "tpg": Method(730, {"sdar": TWO | {"denoising_steps": 4, "train_steps": 3, "beta": 0.1}}),
+    "tpg": Method(588, {"sdar": TWO | {"denoising_steps": 4, "train_steps": 3, "beta": 0.1}}),
     "opsd": Method(
         876, {"llada": LORA | TWO | {"block_length": 4}, "sdar": TWO | {"learning_rate": 1e-5}}
     ),
     "sft": Method(
-        2090,
+        2169,
         {"dream": LORA | {"cart_p": 0.2}, "sdar": {"pack_length": 128, "max_length": 100}},
     ),
     "vrpo": Method(
-        2280,
+        2200,
         {
             "llada": LORA | {"mc_num": 2, "micro_batch_size": 8, "share_masks": False},
             "sdar": {"mc_num": 2, "masks_per_timestep": 2, "micro_batch_size": 8},
         },
     ),
+    "distill": Method(
+        1107, {"llada": LORA | OWN | {"blocks": (4, 8)}, "sdar": OWN | {"masks": "random"}}
+    ),
 }
-OFFLINE = ("sft", "vrpo")
+OFFLINE = ("sft", "vrpo", "distill")
 ONLINE = [script for script in METHODS if script not in OFFLINE]
 # (script, block): one sentence why this block differs from that of the other scripts
 EXCEPTIONS = {

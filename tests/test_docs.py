@@ -15,7 +15,7 @@ import tyro
 from readme_table import readme_with_table
 
 from evals import load_task, score_all
-from evals.rewards import REWARDS, load_reward
+from evals.rewards import REWARDS, load_reward, reward_names
 from models.names import MODELS
 from rollout import make_engine
 from rollout.rows import Batch
@@ -80,8 +80,6 @@ def commands(text):
 def test_commands_parse(page):
     """Of pages and scripts. With the script's own parser; models, tasks and rewards are known."""
     for program, words in commands(page.read_text()):
-        if program == "bench/train.py":
-            program, words = f"algos/{words[0]}.py", words[1:]
         program = program.replace("mine", "d1")
         assert (ROOT / program).is_file()
         if program.split("/")[0] == "tests" or program == "evals/report.py":
@@ -97,7 +95,7 @@ def test_commands_parse(page):
         model = getattr(args, "model", "")
         assert model in (*MODELS, "") or re.match("[A-Z]|runs/|tiny-", model)
         reward = getattr(args, "reward", "")
-        assert reward in (*REWARDS, "") or ":" in reward
+        assert {*reward_names(reward)} <= {*REWARDS, "score", ""} or ":" in reward
 
 
 def test_the_task_and_the_reward_of_a_page_work(tmp_path):
@@ -168,7 +166,7 @@ def test_recipes_parse_and_fit_the_gpus_that_they_name(monkeypatch):
             networks[kind] = script.build_policy(torch.device("cuda"), args)
         net = networks[kind]
         if hasattr(script, "RECORDS"):
-            assert args.reward in (*REWARDS, "")
+            assert {*reward_names(args.reward)} <= {*REWARDS, "score", ""}
             make_engine(net).validate(script.RECORDS, **sampling_of(args))
             lengths = [(args.max_prompt_length, args.gen_length)]
             made = planned(net, args, lengths, {}, script.DRAWS_TOGETHER, script.USES_OLD)

@@ -12,13 +12,16 @@ import sys
 import time
 from collections import Counter
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
+from algos import tracerl
 from data.planning import stable_hash
 from data.rows import read_rows
 from evals import (
@@ -30,10 +33,11 @@ from evals import (
     score_all,
 )
 from evals.math_grader import number
-from evals.rewards import REWARDS, load_reward
+from evals.rewards import REWARDS, load_reward, sum_of_parts
 from evals.samples import scored
 from evals.sandbox import in_threads
 from models import load_tokenizer
+from rollout.traces import Completion
 
 DATA = os.environ.get("CLEANDLLM_DATA")
 needs_files = pytest.mark.skipif(not DATA, reason="set CLEANDLLM_DATA to the benchmarks' files")
@@ -119,7 +123,7 @@ def test_judged(family):
         assert counts[held_out, 0, 1.0] <= (4 if family == "number" else 0)
 
 
-@pytest.mark.parametrize("reward", ["", *REWARDS])
+@pytest.mark.parametrize("reward", ["", *list(REWARDS)[1:]])
 def test_rewards(reward):
     for case in of("reward"):
         if case["reward"] == reward:
@@ -259,7 +263,7 @@ def test_hub_rows(line, hub):
     assert len(module.load("test", f"{name}@v1.0")) == 2
     hub({})
     message = one_line(module.load, "test")
-    assert message.startswith(f"--data {name}: no file, and the hub says: no {config} {split} in")
+    assert message.startswith(f"{name}: no file, and the hub says: no {config} {split} in")
 
 
 def test_held_out_rows_are_fixed(hub):
@@ -402,6 +406,33 @@ def test_load_reward(monkeypatch):
         assert "none may be called" in said
     boxed = {"question": "?", "gold": "18", "style": "boxed"}
     assert "--data d1" in one_line(load_reward("math500_d1", load_task("math500")), ["18"], [boxed])
+
+
+# score and tokens per forward of four completions, their sum by hand
+PARTS = {
+    "both": ([1, 0, 1, 0], [2, 4, 4, 2], [0.5, 0.5, 2.5, -1.5]),
+    "all right": ([1, 1, 1, 1], [1, 1, 2, 2], [0, 0, 2, 2]),
+    "all wrong": ([0, 0, 0, 0], [1, 1, 2, 2], [0, 0, 0, 0]),
+    "equally fast": ([1, 0, 1, 0], [1, 1.009, 1, 1], [1.5, -0.5, 1.5, -0.5]),
+}
+
+
+@pytest.mark.parametrize("score, speed, want", PARTS.values(), ids=list(PARTS))
+def test_rewards_that_are_normalised_by_themselves(score, speed, want):
+    """What no group mean of a script changes; TraceRL's range of accuracies sees the first part."""
+    task = SimpleNamespace(NAME="t", score_batch=lambda texts, examples: map(float, texts))
+    texts = [
+        Completion(str(right), 36, False, 36 / each)
+        for right, each in zip(score, speed, strict=True)
+    ]
+    paid = load_reward("score+tokens_per_forward", task)(texts, [{}] * 4)
+    assert [[*parts] for parts in paid] == [["score", "tokens_per_forward"]] * 4
+    values = torch.tensor([[*parts.values()] for parts in paid])
+    assert values.flatten().tolist() == pytest.approx([*chain(*zip(score, speed, strict=True))])
+    got = sum_of_parts(values[None])[0]
+    assert got.tolist() == pytest.approx(want, abs=1e-5)
+    args = tracerl.Args(num_generations=4, accuracy_range=(0.0, 1.0))
+    assert tracerl.compute_advantages(got, args).any() == (len({*want}) > 1)
 
 
 TASK = """

@@ -7,7 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from models.logps import linear_logps
+from models.logps import linear_certainty, linear_logps
 from rollout.rows import Rows
 
 
@@ -66,6 +66,26 @@ def test_linear_logps_is_the_log_softmax_with_exact_gradients(shape, chunk_rows,
         torch.testing.assert_close(logps, others.sort(descending=True)[0][:, :n])
 
 
+def certainty(hidden, weight, targets, chunk_rows=7, **_):
+    """-> log p and the entropy at temperature 0.5 in one sum, 1 where the target is the best"""
+    how = {"temperature": 0.5, "banned_id": 1, "entropy": False, "rows": chunk_rows}
+    logps, entropies, right = linear_certainty(hidden, weight, targets, **how)
+    return logps + 3 * entropies, right
+
+
+@pytest.mark.parametrize("rows", [1, 7, 99])
+def test_linear_certainty_has_exact_gradients(rows):
+    inputs = problem(23, 8, 31, banned_id=1)
+    got = value_and_grads(certainty, *inputs, chunk_rows=rows)
+
+    def whole(hidden, weight, targets):
+        logps, _ = naive(hidden, weight, targets, banned_id=1)
+        best = (hidden @ weight.T).index_fill(1, torch.tensor([1]), -99.0).argmax(1)
+        return logps + 3 * naive(hidden, weight, targets, 0.5, 1)[1], (best == targets).double()
+
+    torch.testing.assert_close(got, value_and_grads(whole, *inputs), atol=1e-10, rtol=1e-10)
+
+
 def test_mismatch_of_draws_is_none():
     """Every token of the vocabulary, weighted with its probability: -log p is the entropy."""
     hidden, weight, _ = problem(1, 4, 11)
@@ -103,12 +123,12 @@ class LargestTensor(TorchDispatchMode):
         return out
 
 
-def test_linear_logps_never_holds_more_than_a_chunk_of_logits():
+@pytest.mark.parametrize("function, k", [(linear_logps, ()), (linear_logps, (3,)), (certainty, ())])
+def test_no_head_holds_more_than_a_chunk_of_logits(function, k):
     """'memory is chunk_rows x V whatever N is', forward and backward: no operation returns a larger
     tensor.
     """
     with LargestTensor() as largest:
-        for k in (), (3,):
-            value_and_grads(linear_logps, *problem(100, 2, 120, k=k), entropy=True, chunk_rows=8)
+        value_and_grads(function, *problem(100, 2, 120, k=k), entropy=True, chunk_rows=8)
         linear_logps(*problem(100, 2, 120)[:2], 3, chunk_rows=8)
     assert largest.numel == 8 * 120

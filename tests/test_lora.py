@@ -220,11 +220,7 @@ PLAIN, CONFIG, WEIGHTS = "only plain LoRA", "adapter_config.json", "adapter_mode
 OTHER = {  # what is wrong -> (what to do to the adapter, words of the message)
     "rank": (edit(CONFIG, r=8), ["of rank 8, does not fit its model at"]),
     "names": (edit(CONFIG, base_model_name_or_path="tiny-llada"), ["does not fit its model at"]),
-    "empty": (tensors(dict.clear, WEIGHTS), ["holds no floating-point adapters"]),
-    "integers": (
-        tensors(lambda t: t.update({Q + "B.weight": t[Q + "B.weight"].long()}), WEIGHTS),
-        ["holds no floating-point"],
-    ),
+    "empty": (tensors(dict.clear, WEIGHTS), ["holds no adapters"]),
     "half a pair": (tensors(lambda t: t.pop(Q + "B.weight"), WEIGHTS), ["q_proj"]),
     "rsLoRA": (edit(CONFIG, use_rslora=True), [PLAIN, "use_rslora"]),
     "unknown base": (
@@ -233,7 +229,7 @@ OTHER = {  # what is wrong -> (what to do to the adapter, words of the message)
     ),
     "its own base": (
         lambda d: edit(CONFIG, base_model_name_or_path=str(d))(d),
-        ["config.json is missing"],
+        ["config.json cannot be read"],
     ),
 }
 

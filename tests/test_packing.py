@@ -36,7 +36,7 @@ def test_packed_documents_are_the_documents_alone(family):
     model, examples = tiny_model(family), examples_of()
 
     def step(**layout):
-        args = args_of(**layout)
+        args = args_of(**layout, edit_rate=0.4 * (family == "llada2"))
         batch = batch_of(examples, args, model)
         noise = sft.sample_masks(batch, args, model.objective)
         return len(batch.input_ids), *updated(sft, model, batch, noise, args)
@@ -90,9 +90,9 @@ def test_an_answer_does_not_see_what_is_behind_it():
 
     def loss(tail, *examples):
         batch = batch_of(examples, args, model)
-        masked, weights, _ = sft.sample_masks(batch, args, replace(model.objective, t_min=1))
+        noisy, weights, _ = sft.sample_masks(batch, args, replace(model.objective, t_min=1))
         weights[0, tail:] = 0
-        return sft.micro_loss(model, batch, masked, weights, 1, slice(2), args).item()
+        return sft.micro_loss(model, batch, noisy, weights, 1, slice(2), args).item()
 
     joined = one[0], one[1] + [~token for token in other[0][5:]] + other[1]
     assert loss(99, joined) == pytest.approx(loss(5, one, other), rel=1e-10)
@@ -104,8 +104,8 @@ def test_noise_is_stratified_over_the_step_and_keyed_by_the_example():
     def noise(*where, **changes):
         args = args_of(**changes)
         batch = batch_of(rows, args, model, *where)
-        masked, weights, _ = sft.sample_masks(batch, args, model.objective)
-        return masked, 1 / weights.amax(1)
+        noisy, weights, _ = sft.sample_masks(batch, args, model.objective)
+        return noisy == model.mask_token_id, 1 / weights.amax(1)
 
     masked, t = noise(3)
     torch.testing.assert_close(
@@ -114,6 +114,34 @@ def test_noise_is_stratified_over_the_step_and_keyed_by_the_example():
     torch.testing.assert_close(masked.sum(1) / 400, t, atol=0.12, rtol=0)
     assert torch.equal(noise(3, 1, 2)[0], masked[1::2])  # the second of two ranks
     assert (noise(4)[1] != t).all() and (noise(3, seed=1)[1] != t).all()
+
+
+def test_edited_tokens():
+    """A share of what is not masked, which stays as it is, drawn from all other text tokens; their
+    part of the loss, from the blocks before and the noisy one.
+    """
+    model = tiny_model("llada2")
+    mask, rows = model.mask_token_id, [([1, 2, 3, 4], [4] * 396)] * 8
+
+    def noise(rate, *where):
+        args = args_of(edit_rate=rate)
+        batch = batch_of(rows, args, model, 0, *where)
+        return batch, *sft.sample_masks(batch, args, model.objective)
+
+    batch, noisy, weights, divisor = noise(0.25)
+    masked, edited = noisy == mask, (noisy != mask) & (noisy != batch.input_ids)
+    assert torch.equal(masked, noise(0)[1] == mask) and divisor == (masked | edited).sum()
+    assert torch.equal(weights, (masked | edited).float()) and not edited[~batch.answer_mask].any()
+    assert abs(edited.sum() / (batch.answer_mask & ~masked).sum() - 0.25) < 0.04
+    assert {*noisy[edited].tolist()} == {*range(mask)} - {4}
+    assert torch.equal(noise(0.25, 1, 2)[1], noisy[1::2])  # the second of two ranks
+    one, loss = edited[0].nonzero()[0, 0], weights * edited / divisor
+    loss[1:], loss[0, one + 1 :] = 0, 0
+    block = slice(one // 4 * 4, one // 4 * 4 + 4)
+    seen = torch.cat([batch.input_ids[:1, : block.start], noisy[:1, block]], 1)
+    logits = model.logits(seen)[0, one].index_fill(0, torch.tensor(mask), -torch.inf)
+    got = sft.micro_loss(model, batch, noisy, loss, 1, slice(8), args_of())
+    assert got.item() * divisor == pytest.approx(-logits.log_softmax(0)[4].item(), rel=1e-6)
 
 
 # --- objectives ----------------------------------------------------------------------------------
@@ -170,7 +198,8 @@ def test_context_adaptive_weights_by_pairs(pack_length):
     args = args_of(cart_p=p, pack_length=pack_length, eos_tail=3)
     examples = [([1, 2, 3, 4], [0, 1, 2, 3, 4, 0, 1, EOS]), ([], [1, 2, EOS]), ([1], [2, 3, EOS])]
     batch = batch_of(examples, args, model, 1)
-    masked, weights, divisor = sft.sample_masks(batch, args, model.objective)
+    noisy, weights, divisor = sft.sample_masks(batch, args, model.objective)
+    masked = noisy == model.mask_token_id
     assert divisor == masked.sum() > 3 and len(batch.input_ids) == (1 if pack_length else 3)
     clean, document = batch.valid_mask & ~masked, batch.document_ids
     is_near = clean[:, None] & (document[:, None] == document[..., None])  # [B, i, j]

@@ -193,8 +193,8 @@ def log_of(step=0, **flags):
 
 
 def test_a_resumed_log_goes_on_after_the_step(tmp_path, capsys):
-    """Rows of later steps and a line that the kill cut are dropped, config.json stays, the table
-    follows; no run is resumed to a step behind it. Rows that are gone are missed.
+    """Rows of later steps and a line that the kill cut are dropped, config.json gets the flags that
+    changed, the table follows; no run is resumed to a step behind it. Missing rows are missed.
     """
     with closing(log_of(out=str(tmp_path), max_steps=6)) as log:
         log.write(0, {"loss/total": 2.0, "test/t": 0.5})
@@ -212,7 +212,9 @@ def test_a_resumed_log_goes_on_after_the_step(tmp_path, capsys):
         assert [json.loads(line)["step"] for line in lines] == [1, 1, 2, 2, 3, 3, 4, 4]
         log.write(5, {"loss/total": 0.5})
     assert (directory / "metrics.csv").read_text().splitlines()[-1] == "5,0.5,"
-    assert (directory / "config.json").read_bytes() == config and not Path("elsewhere").exists()
+    had, has = map(json.loads, (config, (directory / "config.json").read_bytes()))
+    assert has.pop("resumed").keys() == {"4"} and has.pop("args")["seed"] == 2
+    assert had == has | {"args": had["args"]} and not Path("elsewhere").exists()
     with refused("the run is at step 5, beyond --max-steps"):
         log_of(5, max_steps=4, resume=str(directory))
     assert not capsys.readouterr().err
@@ -348,13 +350,14 @@ full = pytest.mark.full
 MOVES = " --ref-sync-steps 4"  # after the updates of two steps, just after a save
 KILLED = {
     # script, flags, ranks; ranks of another resumed run, if any
-    "coupled_grpo": ("coupled_grpo", RUN + MOVES, 1, 2),
+    "coupled_grpo": ("coupled_grpo", RUN + MOVES + " --refill 1", 1, 2),
     "espo": pytest.param("espo", RUN + MOVES, 1, 0, marks=full),
     "dtreerpo": pytest.param("dtreerpo", RUN + " --branches 2 2 --lambda-max 1", 1, 0, marks=full),
     "opsd": pytest.param("opsd", RUN, 1, 2, marks=full),
-    "tracerl with a value model": ("tracerl", RUN + " --value-model", 1, 0),
+    "tracerl with a value model": ("tracerl", RUN + " --value-model --train-steps 1", 1, 0),
     "sft on two nodes": ("sft", OFFLINE + " --max-length 64 --pack-length 64", 4, 1),
     "vrpo": pytest.param("vrpo", OFFLINE + " --mc-num 2", 1, 0, marks=full),
+    "distill": ("distill", OFFLINE + " --data tests/golden/own.jsonl", 1, 2),
 }
 
 

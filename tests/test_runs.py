@@ -206,7 +206,7 @@ def test_many_benchmarks_on_two_ranks_are_those_of_one(tmp_path, run_ranks):
         run_ranks(ranks, on_ranks, flags.split(), out)
         assert not list(out.glob("*/samples-*"))
     table = (one / "table.md").read_text()
-    assert "\naime24: not evaluated: --data no.jsonl: no such" in table
+    assert "\naime24: not evaluated: no.jsonl: no such" in table
     for name in "countdown", "gsm8k", "aime25":
         rows = timeless(one / name)
         assert f"\n{name}|3|2|" in table

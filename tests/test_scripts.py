@@ -28,7 +28,8 @@ ROOT = Path(__file__).parents[1]
 RUNS = json.loads((GOLDEN / "runs.json").read_text())
 # experts, LoRA, a reference that moves, and the scripts that count over ranks themselves
 TWO_RANKS = "d1-dream bgpo-sdar-moe coupled_grpo-sdar dtreerpo-llada mdpo-llada tracerl-sdar "
-TWO_RANKS += "sft-sdar vrpo-llada stabledrl-llada opsd-llada opsd-sdar"
+TWO_RANKS += "tracerl-llada2 sft-sdar vrpo-llada stabledrl-llada distill-llada "
+TWO_RANKS += "opsd-llada opsd-sdar"
 # of these the parameters of a pass are gathered at once, as on a GPU, and not block by block
 AT_ONCE = "d1-dream bgpo-sdar-moe coupled_grpo-sdar tracerl-sdar vrpo-llada"
 
@@ -149,6 +150,22 @@ def test_the_commands_of_a_user(warm, tmp_path):
     model = directory / "checkpoints/step-000002"
     flags = "--model", model, "--limit", 4, "--out", tmp_path / "eval"
     assert '"n": 4' in Run(tmp_path / "said", 1, "evals/countdown.py", *flags).finish()
+
+
+def test_refill_replaces_dead_groups_alone(warm, tmp_path):
+    """Nothing is learned, so that rollouts are the same; samples have the first group of each."""
+    flags = {"prompts_per_step": 4, "num_generations": 4, "max_steps": 4, "eval_limit": 0}
+    flags |= {"learning_rate": 0.0, "num_iterations": 1}
+    plain, full = (run_script("d1", flags | {"refill": n}, 1, tmp_path / str(n)) for n in (0, 9))
+    dead = [[row["reward/zero_std_frac"] for row in rows_of(run)[1:]] for run in (plain, full)]
+    assert any(dead[0]) and not any(dead[1])
+    was, now = (rows_of(run, "samples") for run in (plain, full))
+    lives = []
+    for step in range(1, 5):
+        one, other = ([row for row in rows if row["step"] == step] for rows in (was, now))
+        lives.append(len({row["reward"] for row in one}) > 1)
+        assert (one == other) == lives[-1] == (one[0]["prompt"] == other[0]["prompt"])
+    assert any(lives) and not all(lives)
 
 
 TASK = """

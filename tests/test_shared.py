@@ -66,7 +66,7 @@ def test_a_script(script):
         assert isinstance(field, ast.AnnAssign) and isinstance(help_text.value.value, str)
     assert not [node for node in ast.walk(nodes["main"]) if isinstance(node, ast.Lambda)]
     imported = [names for _, room, names in imports_of(ast.parse(text)) if is_ours(room)]
-    assert len(sum(imported, [])) <= 20
+    assert len(sum(imported, [])) <= 21  # start, and 20 to understand
 
 
 @pytest.mark.parametrize("script", ONLINE)
@@ -170,4 +170,4 @@ def test_benchmarks_import_names_that_exist():
             for _, module, names in imports_of(tree):
                 if module.split(".")[0] in ROOMS:
                     for name in names:
-                        exec(f"from {module} import {name}")
+                        exec(f"from {module} import {name}" if name != module else f"import {name}")

@@ -1,11 +1,11 @@
-"""TPG: the gradient of the expected reward by enumeration, and its random steps."""
+"""TPG: the gradient of the expected reward by enumeration."""
 
 import itertools
 import math
 
 import pytest
 import torch
-from oracles import changed, few_tokens, gradient, relative, rollout_batch, small_args, tiny_model
+from oracles import changed, few_tokens, gradient, relative, tiny_model
 from test_samplers import naive_rule, naive_score
 
 from algos import tpg
@@ -110,19 +110,3 @@ def test_the_expected_gradient_is_that_of_the_expected_reward(family, rule):
     trace.records["tokens"] = draws.where(shown, -1)
     few = changed(rows, weights=tpg.sample_masks(batch, 0, args).weights)
     assert (error(few) > 0.05) if rule.startswith("low") else (error(few) < 1e-6)
-
-
-@pytest.mark.parametrize("family, n", [("llada", 1), ("llada", 3), ("sdar", 1)])
-def test_a_few_random_steps_weigh_what_all_do(family, n):
-    """Mean over all orders of the steps: every draw counts once, also if a sequence ends early."""
-    args = small_args(tpg, train_steps=n, micro_batch_size=6)
-    batch = rollout_batch(tpg, tiny_model(family), args)
-    draws, total, ones = batch.trace.records["tokens"], 0, torch.ones(batch.input_ids.shape)
-    draws[:4, -1] = -1  # a step less
-    orders = list(itertools.permutations(range(draws.shape[1])))
-    for order in orders:
-        batch.uniform = lambda iteration, step: order[step] / len(order) * ones  # noqa: B023
-        rows = tpg.sample_masks(batch, 0, args)
-        assert rows.masked.shape[1] == n
-        total += (rows.weights * (rows.targets[..., batch.P :] + 1)).sum(1)
-    torch.testing.assert_close(total / len(orders), (draws + 1.0).sum(1))

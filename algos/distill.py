@@ -1,0 +1,211 @@
+"""Distillation (dParallel 2509.26488, d3LLM 2601.07568): fewer steps, from own right answers.
+
+copies = an answer with masks, and with the complement of these masks
+loss   = mean over answers of sum over copies of CE + entropy_weight H
+CE     = mean over masked tokens of -log p
+H      = mean of the entropy of softmax(logits / 0.5), over masked tokens that are the most
+         probable already: a sampler reveals all tokens that it is sure of in one step
+
+--masks            masked in the first copy                            H of
+random  dParallel  each token with probability 1/2                     both copies
+steps   d3LLM      tokens that the model's own rollout revealed last;  the first one
+                   their share grows in training
+
+A bidirectional model has these masks in one block of the answer, and all behind it is masked; a
+block model has them in each of its blocks, which see the clean blocks before them.
+
+python   algos/distill.py   # prints how to draw samples of the tiny model, for --data
+torchrun --nproc-per-node 8 algos/distill.py --model sdar-8b --data runs/own  # LoRA, eight GPUs
+"""
+
+import os
+import sys
+from dataclasses import dataclass
+from typing import Literal
+
+sys.path.insert(0, os.path.realpath(f"{__file__}/../.."))
+from distributed.start import start  # before torch
+
+# isort: split
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from data.own_samples import batch_of, right_answers
+from distributed.groups import StepMetrics, rank_share, setup_distributed
+from distributed.sequence import data_rank
+from distributed.sharding import reduce_gradients, register_forwards, sharding
+from models import add_lora, load_weights, meta_model, router_metrics, set_speed
+from models.tensors import frozen_dtype
+from rollout.rows import Rows, choose_in_blocks
+from run import HeldOut, Run, RunFlags
+
+# B answers, L tokens of the canvas behind the prompt
+
+
+@dataclass
+class Args(RunFlags):
+    data: str = ""
+    """directory that evals/run.py --split train wrote, or its samples.jsonl; right ones count"""
+    masks: Literal["random", "steps"] = "steps"
+    """random: dParallel's; steps: d3LLM's, by the steps of the rollout"""
+    mask_ratio: tuple[float, float] = (0.0, 0.8)
+    """steps: uniform from a bound, which grows from first to last, to last (d3LLM: 0 and 0.8)"""
+    blocks: tuple[int, int] = (16, 32)
+    """tokens of a block, at the start and the end; not of block models (d3LLM; dParallel: 32 32)"""
+    entropy_weight: float = 2.0
+    """weight of H (both, LLaDA: 2; Dream: 1)"""
+    batch_size: int = 64
+    """answers per optimizer step, over all ranks (dParallel: 8 a GPU; d3LLM: 16)"""
+    learning_rate: float = 2e-5
+    """AdamW (both: 2e-5, constant)"""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """AdamW (both leave torch's default)"""
+    weight_decay: float = 0.01
+    """AdamW (both: 0.01)"""
+    max_grad_norm: float = 1.0
+    """gradient norm clip (both: 1)"""
+    lora_alpha: int = 128
+    """adapters are scaled by lora_alpha / lora_rank (dParallel: 128 / 128; d3LLM: 256 / 256)"""
+    RANGES = {"batch_size": 1, "blocks": 1}
+
+
+BY_SIZE = {  # what differs on the tiny models
+    "tiny": {
+        "task": "countdown", "lora_rank": 0, "learning_rate": 3e-4, "batch_size": 128,
+        "warmup_steps": 5, "eval_limit": 512,
+    },
+}  # fmt: skip
+TEMPERATURE = 0.5  # of H (both)
+MOST = 1 << 20  # forwards of a rollout
+
+
+def sample_masks(batch, progress, is_block, args):
+    """progress: share of the run that is over -> Rows for an update, K = 2: both copies"""
+    low, size = (
+        first + (last - first) * progress for first, last in (args.mask_ratio, args.blocks)
+    )
+    c, noise = batch.completion_mask, batch.uniform(0, "order")[:, batch.P :]
+    level = batch.uniform(0, "level")[:, batch.P, None]
+    block = picked = batch.block_ids
+    if not is_block:  # one block is in work; the fraction of the level is as uniform as the level
+        block = (c.cumsum(1) - 1) // int(size)
+        level = level * (block[:, -1:] + 1)
+        picked = level.floor()
+    work, hidden = c & (block == picked), ~c | (block > picked)
+    masked = work & (noise < 0.5)
+    if args.masks == "steps":
+        order = 1 - (batch.trace.step_map + noise) / MOST  # tokens of a forward in any order
+        share = low + (args.mask_ratio[1] - low) * (level % 1)
+        masked, *_ = choose_in_blocks(work, block, share, order)
+    scored = torch.stack([masked, work & ~masked], 1)
+    rows = Rows(batch, F.pad(scored | hidden[:, None], (batch.P, 0)), scored)
+    return rows.for_update(args.micro_batch_size, True, True)
+
+
+def certainty_loss(logps, entropies, right, rows, args):
+    """logps, entropies, right [B, 2, L], 0 where not scored -> loss, metrics"""
+    mean = lambda x, where: (x * where).sum(2) / where.sum(2).clamp(min=1) / args.batch_size
+    ce, entropy = -mean(logps, rows.weights).sum(), mean(entropies, right)
+    entropy = entropy.sum() if args.masks == "random" else entropy[:, 0].sum()
+    loss = ce + args.entropy_weight * entropy
+    return loss, {"loss/cross_entropy": ce, "loss/entropy": entropy}
+
+
+# >>> shared: parallelize
+def parallelize(model, args):
+    """torch.compile and FSDP2: fp32 master weights; computes in bf16 on GPU and in fp32 on CPU."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # 0.7 s: not for --help
+
+    mixed = (torch.bfloat16, torch.float32) if torch.cuda.is_available() else ()
+    set_speed(model, args.attention, args.activation_checkpointing, args.compile)
+    for module, types, layout in sharding(model, mixed):
+        policy = MixedPrecisionPolicy(*types, cast_forward_inputs=False)  # rotary tables stay exact
+        fully_shard(module, mp_policy=policy, **layout)
+    register_forwards(model)
+    return model
+
+
+def build_policy(device, args):
+    """The model to train, without weights: flags that cannot work are refused before they load."""
+    model = meta_model(args.model, frozen_dtype(device) if args.lora_rank else torch.float32)
+    if args.lora_rank:
+        add_lora(model, *args.lora)
+    return model
+
+
+# <<< shared: parallelize
+
+
+# >>> shared: optimizer_step
+def optimizer_step(optimizer, sums, step, args):
+    """sums: StepMetrics of this rank. -> metrics of all ranks"""
+    (group,) = optimizer.param_groups
+    norm = torch.nn.utils.clip_grad_norm_(group["params"], args.max_grad_norm)
+    metrics = sums.reduce(step + 1, norm)  # the run ends here if it or the loss is not finite
+    group["lr"] = args.learning_rate * args.lr_share(step)
+    optimizer.step()
+    optimizer.zero_grad()
+    return metrics | {"optim/lr": group["lr"]}
+
+
+# <<< shared: optimizer_step
+
+
+def update(model, optimizer, rows, step, args):
+    """One optimizer step. -> metrics over all ranks"""
+    sums = StepMetrics()
+    for micro, is_last, counts in rows.micro_batches(args.micro_batch_size):
+        reduce_gradients(model, is_last, args.sync_every_backward)
+        noisy_ids = torch.where(micro.masked, model.mask_token_id, micro.input_ids[:, None])
+        where = micro.weights > 0, micro.valid_mask, TEMPERATURE
+        values = model.logps(micro.input_ids, noisy_ids, *where, certainty=True)
+        loss, metrics = certainty_loss(*values, micro, args)
+        (loss * counts * dist.get_world_size()).backward()  # FSDP averages over ranks
+        sums.add(loss, metrics, counts)
+    return optimizer_step(optimizer, sums, step, args)
+
+
+def load_rows(held_out, args):
+    """-> TokenRows of right_answers"""
+    if not os.path.exists(args.data):
+        flags = f"--model {args.model} --tasks {args.task} --split train --out runs/own"
+        raise SystemExit(
+            f"--data {args.data!r} has no samples; python evals/run.py {flags} draws some"
+        )
+    rows = right_answers(args.data, held_out.tokenizer, held_out.prompts())
+    return rows.at_least(args.batch_size)
+
+
+def main(args):
+    device = setup_distributed(args.sequence_parallel)
+    mine = rank_share(args.batch_size, "--batch-size", data_rank())
+    model, held_out = build_policy(device, args), HeldOut(args, 1024)
+    engine = held_out.train_on(load_rows(held_out, args), model, device, args)
+    # sharded before weights are read: no rank ever holds the whole model
+    model = load_weights(parallelize(model, args), device)
+    # >>> shared: offline_start
+    optimizer = torch.optim.AdamW(
+        [p for p in model.parameters() if p.requires_grad],
+        betas=args.betas,
+        weight_decay=args.weight_decay,
+        fused=torch.cuda.is_available(),
+    )
+    run = Run(__file__, args, held_out, model, optimizer)
+    run.say(held_out.facts)
+    # <<< shared: offline_start
+    is_block = model.attention == "block-causal"
+    for step, clock in run.steps():
+        with clock("data"):
+            answers = [held_out.stream[step * args.batch_size + i] for i in mine]
+            batch = batch_of(answers, mine, (args.seed << 32) + step, model, device)
+            rows = sample_masks(batch, step / args.max_steps, is_block, args)
+        with clock("update"), router_metrics(model) as routing:
+            metrics = update(model, optimizer, rows, step, args)
+        metrics["speed/tokens_per_s"] = batch.num_tokens / clock["time/update"]
+        run.end_step(metrics | routing | run.validate(engine, model))
+    run.end(engine, model)
+
+
+if __name__ == "__main__":
+    start(main, Args, BY_SIZE)
