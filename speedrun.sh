@@ -43,7 +43,8 @@ evaluate teacher $ENGINES --model "$MODEL" --data "$TEST"
 evaluate samples $ENGINES --model "$MODEL" --data "$TRAIN" --split train --samples 4 \
     --temperature 0.8 --top-p 0.95 --gen-length 256
 [ -e "$OUT/rows.jsonl" ] ||
-    show $PYTHON data/own_samples.py --samples "$OUT/samples" --out "$OUT/rows.jsonl" --wrong 0.5
+    show $PYTHON data/own_samples.py --samples "$OUT/samples" --mixed "$OUT/problems.jsonl" \
+        --out "$OUT/rows.jsonl" --wrong 1
 
 # 2. A mask token and block-causal attention.
 [ -e "$OUT/converted" ] ||
@@ -51,14 +52,13 @@ evaluate samples $ENGINES --model "$MODEL" --data "$TRAIN" --split train --sampl
 
 # 3. Fine-tune all weights on these rows.
 train sft algos/sft.py --model "$OUT/converted" --data "$OUT/rows.jsonl" --eval-data "$TEST" \
-    --learning-rate 1e-4 --warmup-steps 10 --lr-schedule cosine --max-steps 150 --save-every 50 \
-    --batch-size 256 --pack-length 2048 --max-length 640
+    --learning-rate 1e-4 --warmup-steps 10 --lr-schedule cosine --max-steps 200 --save-every 50 \
+    --batch-size 384 --pack-length 2048 --max-length 640
 evaluate sft-scores "$GPUS" --model "$OUT/sft/final" --data "$TEST" --gen-length 512
 
-# 4. Reinforce.
-train rl algos/cj_grpo.py --model "$OUT/sft/final" --data "$TRAIN" --eval-data "$TEST" \
-    --learning-rate 3e-6 --beta 0 --num-iterations 1 --max-steps 70 --save-every 35 \
-    --prompts-per-step 32 --num-generations 8
+# 4. Reinforce, on the problems that the first model solved sometimes.
+train rl algos/justgrpo.py --model "$OUT/sft/final" --data "$OUT/problems.jsonl" \
+    --eval-data "$TEST" --gen-length 320 --prompts-per-step 32 --max-steps 60 --save-every 30
 evaluate rl-scores "$GPUS" --model "$OUT/rl/final" --data "$TEST" --gen-length 512
 
 printf '\nGSM8K, test, greedy; %d s\n' $SECONDS

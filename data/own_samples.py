@@ -12,6 +12,7 @@ distil only what is right take --wrong 0.
 import random
 import sys
 from array import array
+from collections import defaultdict
 from json import dumps
 
 sys.path.insert(0, __file__.rpartition("/data/")[0])
@@ -29,20 +30,23 @@ from rollout.rows import Batch
 from rollout.traces import Trace
 
 
-def main(samples: list[str], out: str, wrong: float = 1.0):
+def main(samples: list[str], out: str, wrong: float = 1.0, mixed: str = ""):
     """Write {"prompt": messages, "response": text} of distinct answers that came to an end.
 
     Args:
         samples: directories of evaluations with --model, or their samples.jsonl
         out: .jsonl to write
         wrong: wrong answers for each right one, drawn from all
+        mixed: another .jsonl to write: problems of GSM8K or MATH with both right and wrong answers,
+            for online scripts. From a group of equal rewards nothing is learned
     """
-    is_right = {
-        dumps({"prompt": row["prompt"], "response": row["completion"]}) + "\n": row["score"] == 1
-        for path in samples
-        for row in read_rows(path, "samples", ())
-        if not row["truncated"]
-    }
+    is_right, verdicts = {}, defaultdict(set)
+    for row in (row for path in samples for row in read_rows(path, "samples", ())):
+        asked, right = {"prompt": row["prompt"]}, row["score"] == 1
+        if not row["truncated"]:
+            is_right[dumps(asked | {"response": row["completion"]}) + "\n"] = right
+        truth = {"reward_model": {"ground_truth": row["gold"]}}
+        verdicts[dumps(asked | truth) + "\n"].add(right)
     right = [*filter(is_right.get, is_right)]
     others = sorted(is_right.keys() - right)
     random.Random(0).shuffle(others)
@@ -50,6 +54,11 @@ def main(samples: list[str], out: str, wrong: float = 1.0):
     with writing(out), open(out, "w") as file:
         file.writelines(right + others)
     print(f"{out}: {len(right):,} right answers and {len(others):,} wrong ones")
+    if mixed:
+        both = [row for row, found in verdicts.items() if len(found) == 2]
+        with writing(mixed), open(mixed, "w") as file:
+            file.writelines(both)
+        print(f"{mixed}: {len(both):,} of {len(verdicts):,} problems")
 
 
 def right_answers(path, tokenizer, asked):

@@ -82,7 +82,7 @@ def read_json(path):
     try:
         return json_object(path.read_bytes())
     except (OSError, ValueError) as error:
-        raise SystemExit(f"{path} cannot be read, copy it again: {error}") from error
+        raise SystemExit(f"{path} is missing or damaged: {error}") from error
 
 
 def hold(directory):

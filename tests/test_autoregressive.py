@@ -7,6 +7,7 @@ from test_evals import one_line, write
 from test_runs import cli  # noqa: F401
 
 from data import own_samples
+from evals import gsm8k
 from models.tiny import byte_tokenizer
 from rollout import make_engine
 
@@ -57,8 +58,11 @@ def test_samples_of_an_evaluation_become_rows(directory, tmp_path, cli):  # noqa
     for row in rows:  # three right answers and two wrong ones, each twice; others are cut off
         i = row["index"]
         row |= {"score": i < 3, "completion": f"{i}", "truncated": i == 5}
-    samples = write(tmp_path / "samples.jsonl", rows)
+    rows[0]["score"] = False
+    samples, mixed = write(tmp_path / "samples.jsonl", rows), f"{tmp_path}/mixed.jsonl"
     for share, number in ((0.4, 4), (9.0, 5)):
-        own_samples.main([samples], f"{tmp_path}/own.jsonl", share)
+        own_samples.main([samples], f"{tmp_path}/own.jsonl", share, mixed)
         made = [row["response"] for row in rows_of(tmp_path, "own")]
         assert len(made) == number and {*made} >= {*"012"}
+    (problem,) = gsm8k.load("train", mixed)
+    assert problem["question"] == rows[0]["prompt"][-1]["content"].strip()

@@ -229,7 +229,7 @@ OTHER = {  # what is wrong -> (what to do to the adapter, words of the message)
     ),
     "its own base": (
         lambda d: edit(CONFIG, base_model_name_or_path=str(d))(d),
-        ["config.json cannot be read"],
+        ["config.json is missing or damaged"],
     ),
 }
 

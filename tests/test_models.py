@@ -446,7 +446,7 @@ DAMAGES = {
     ),
     "text": (
         lambda d: (d / "config.json").write_text('{"a": '),
-        "config.json .*copy it again.*not JSON",
+        "config.json .*damaged.*not JSON",
     ),
 }
 
@@ -499,7 +499,7 @@ def test_a_prompt_beyond_the_context_is_one_line(saved, caplog):
 def test_names_without_files_are_refused(tmp_path):
     with exits_with_one_line("sdar-9b", "sdar-8b", "tiny-sdar"):
         load_model("sdar-9b")
-    with exits_with_one_line("config.json cannot be read", "No such file"):
+    with exits_with_one_line("config.json is missing or damaged", "No such file"):
         load_model(tmp_path)
 
 

@@ -95,7 +95,7 @@ REFUSALS = {
     "algos/distill.py": "python evals/run.py --model tiny-sdar --tasks countdown --split train",
     "algos/distill.py --data tests/golden/plans.jsonl": "plans.jsonl row 1 has no column 'score'",
     "algos/vrpo.py --data docs": "docs/train.jsonl: no such file",
-    "algos/bgpo.py --resume TMP": "config.json cannot be read",
+    "algos/bgpo.py --resume TMP": "config.json is missing or damaged",
     # files of a user
     **{f"algos/d1.py --reward TMP/{reward} {ALGO}": said for reward, said in OWN.items()},
     "algos/d1.py --task TMP/leaves.py": "leaves.py line 1; SystemExit(0)",

@@ -34,7 +34,7 @@ class Blocked:
 sys.meta_path.insert(0, Blocked())
 for folder in ("models", "rollout", "data", "evals", "algos"):
     for module in pkgutil.iter_modules([folder]):
-        if f"{folder}.{module.name}" != "rollout.lmdeploy":
+        if f"{folder}.{module.name}" not in ("rollout.lmdeploy", "evals.command"):
             importlib.import_module(f"{folder}.{module.name}")
 from rollout import make_engine
 from models.tiny import TINY_CONFIGS
