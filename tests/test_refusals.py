@@ -95,6 +95,8 @@ REFUSALS = {
     "algos/distill.py": "python evals/run.py --model tiny-sdar --tasks countdown --split train",
     "algos/distill.py --data tests/golden/plans.jsonl": "plans.jsonl row 1 has no column 'score'",
     "algos/vrpo.py --data docs": "docs/train.jsonl: no such file",
+    "evals/report.py docs": "docs: no directory with metrics.jsonl or samples.jsonl",
+    "evals/run.py --resume TMP/wide": "wide is no evaluation",
     "algos/bgpo.py --resume TMP": "config.json is missing or damaged",
     # files of a user
     **{f"algos/d1.py --reward TMP/{reward} {ALGO}": said for reward, said in OWN.items()},

@@ -37,6 +37,9 @@ def test_page(tmp_path):
     assert page["samples"] == [row | {"percent": [90] * len(HOSTILE)}] * 84
     assert page["written"] == 500 and page["seconds"] == 1500
     assert page["heldout"] == page["samples"][:1]
+    (tmp_path / "result.json").write_text('{"n": 250}')  # two answers each
+    write_report(tmp_path)
+    assert (tmp_path / "report.html").read_text().count('"prompt":"') == 1 + 2 * 63
 
 
 def test_differences_and_their_errors(tmp_path, monkeypatch, capsys):
