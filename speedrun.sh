@@ -37,8 +37,9 @@ train() { # NAME SCRIPT FLAG...: a run in $OUT/NAME; $OUT/NAME/final is a link t
 }
 
 # 1. The model's own answers to the training questions: right ones, and half as many wrong ones.
-# lmdeploy's engine is bound by Python: six of them share a GPU.
-ENGINES=$((GPUS * 6))
+# lmdeploy's engine is bound by Python: six of them share a large GPU. Fewer on a small one, and one
+# a GPU without lmdeploy: ENGINES=1
+ENGINES=${ENGINES:-$((GPUS * 6))}
 evaluate teacher $ENGINES --model "$MODEL" --data "$TEST"
 evaluate samples $ENGINES --model "$MODEL" --data "$TRAIN" --split train --samples 4 \
     --temperature 0.8 --top-p 0.95 --gen-length 256

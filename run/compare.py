@@ -133,6 +133,7 @@ def draw(runs, metric, path):
             curve.plot(unit, "mean", ax=axes, color=color, legend=False)
             axes.text(curve[unit].iloc[-1], height, f" {name}", color=color, va="center")
             curve.plot.scatter(unit, metric, s=1, ax=axes, color=color)
+    figure.suptitle("lines: means, of other values than scores over 20 steps; dots: single steps")
     figure.savefig(path)
 
 

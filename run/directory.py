@@ -48,6 +48,8 @@ class Run:
 
         Ends at --max-steps, or where the run stops.
         """
+        if self.start:
+            self.say(f"goes on from step {self.start}")
         for step in range(self.start, self.args.max_steps):
             self.step, self.clock = step, Stopwatch()
             yield step, self.clock
@@ -64,7 +66,7 @@ class Run:
     def keep(self):
         """Save the state before the update of this step. -> how to go on, as text. Collective."""
         if not self.step:
-            return ""
+            return "; it is the first step: nothing to resume"
         self.saves.save_state(self.step)
         return f"; step {self.step} is saved, go on with --resume {self.log.run_dir}"
 

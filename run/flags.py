@@ -258,7 +258,8 @@ def command_line(arguments, by_size):
 
         pretend(args.plan)
     elif os.environ.get("RANK", "0") == "0":
-        chosen = flags_of({"model": args.model} | arguments.chosen)
+        where = {"resume": args.resume} if args.resume else {}
+        chosen = flags_of({"model": args.model} | arguments.chosen | where)
         print(f"settings: {shlex.join([sys.argv[0], *chosen])}", file=sys.stderr)
     return args
 
