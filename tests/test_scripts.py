@@ -160,11 +160,14 @@ def test_refill_replaces_dead_groups_alone(warm, tmp_path):
     dead = [[row["reward/zero_std_frac"] for row in rows_of(run)[1:]] for run in (plain, full)]
     assert any(dead[0]) and not any(dead[1])
     was, now = (rows_of(run, "samples") for run in (plain, full))
-    lives = []
+    lives, groups, refills = [], [], []
     for step in range(1, 5):
         one, other = ([row for row in rows if row["step"] == step] for rows in (was, now))
         lives.append(len({row["reward"] for row in one}) > 1)
         assert (one == other) == lives[-1] == (one[0]["prompt"] == other[0]["prompt"])
+        groups.append([row["completion_ids"] for row in one])
+        refills += [[row["completion_ids"] for row in other]] * (not lives[-1])
+    assert not [group for group in refills if group in groups]  # no other step's rollout
     assert any(lives) and not all(lives)
 
 
