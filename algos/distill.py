@@ -67,7 +67,7 @@ class Args(RunFlags):
     """gradient norm clip (both: 1)"""
     lora_alpha: int = 128
     """adapters are scaled by lora_alpha / lora_rank (dParallel: 128 / 128; d3LLM: 256 / 256)"""
-    RANGES = {"batch_size": 1, "blocks": 1, "mask_ratio": (0, 1)}
+    RANGES = {"batch_size": 1, "blocks": 1}
 
 
 BY_SIZE = {  # what differs on the tiny models

@@ -125,7 +125,6 @@ REFUSALS = {
     "algos/ebpo.py --epsilon 1": "--epsilon 1.0 must be from 0 to 0.999",
     "algos/dtreerpo.py --branches 8 1": "--branches 8 1 must be from 2",
     "algos/dtreerpo.py --refill 1": "--refill 1 must be from 0 to 0",
-    "algos/distill.py --mask-ratio 0 8": "--mask-ratio 0.0 8.0 must be from 0 to 1",
     "algos/vrpo.py --sft-coef nan": "--sft-coef nan must be from 0",
     "algos/sft.py --max-grad-norm 0": "--max-grad-norm 0.0 must be from ",
     "algos/sft.py --learning-rate inf": "--learning-rate inf must be from 0",
