@@ -127,7 +127,7 @@ def sdpa(visibility):
     # At these lengths cuDNN's backward pass with a mask can make NaN of finite values, on H100 and
     # H200 (pytorch/pytorch#196678)
     kernels = KERNELS[visibility.block.shape[1] % 128 == 64 :]
-    return lambda q, k, v: fast_attention(q, k, v, mask[:, None], kernels)
+    return partial(fast_attention, mask=mask[:, None], kernels=kernels)
 
 
 @cache
