@@ -107,7 +107,7 @@ def certainty_loss(logps, entropies, right, rows, args):
     """logps, entropies, right [B, 2, L], 0 where not scored -> loss, metrics"""
     mean = lambda x, where: (x * where).sum(2) / where.sum(2).clamp(min=1) / args.batch_size
     ce, entropy = -mean(logps, rows.weights).sum(), mean(entropies, right)
-    entropy = entropy.sum() if args.masks == "random" else entropy[:, 0].sum()
+    entropy = (entropy if args.masks == "random" else entropy[:, 0]).sum()
     loss = ce + args.entropy_weight * entropy
     return loss, {"loss/cross_entropy": ce, "loss/entropy": entropy}
 

@@ -113,17 +113,21 @@ def attention(q, k, v, mask=None):
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=gqa)
 
 
-def fast_attention(q, k, v, mask=None):
+def fast_attention(q, k, v, mask=None, kernels=KERNELS):
     """cuDNN's kernel first"""
-    with sdpa_kernel(KERNELS, set_priority=True):
+    with sdpa_kernel(kernels, set_priority=True):
         return attention(q, k, v, mask)
 
 
 def sdpa(visibility):
     """torch's attention; a dense mask where one is needed."""
     mask = visibility.dense()
-    mask = mask if mask is None else mask[:, None]
-    return lambda q, k, v: fast_attention(q, k, v, mask)
+    if mask is None:
+        return fast_attention
+    # At these lengths cuDNN's backward pass with a mask can make NaN of finite values, on H100 and
+    # H200 (pytorch/pytorch#196678)
+    kernels = KERNELS[visibility.block.shape[1] % 128 == 64 :]
+    return partial(fast_attention, mask=mask[:, None], kernels=kernels)
 
 
 @cache

@@ -177,9 +177,10 @@ class Problems(HeldOut):
         """
         G, N, pad = trace.settings["num_samples"], len(trace.prompt_ids), model.pad_token_id
         FAILED.clear()
-        graded = self.graded(trace, step)
+        graded, several = self.graded(trace, step), len(reward_names(self.args.reward)) > 1
         for extra in range(1, self.args.refill + 1):
-            totals = torch.tensor([sum(parts.values()) for parts, _ in graded]).view(-1, G)
+            values = torch.tensor([[*parts.values()] for parts, _ in graded]).view(N // G, G, -1)
+            totals = sum_of_parts(values) if several else values.sum(2)
             is_dead = (totals == totals[:, :1]).all(1)
             if not all_reduce({"dead": is_dead.sum()})["dead"]:
                 break
@@ -194,7 +195,7 @@ class Problems(HeldOut):
         trace, rewards, parts, examples = gathered(trace, parts, examples, pad)
         batch = Batch(trace, model)
         batch.rewards, batch.examples = rewards, examples
-        if len(reward_names(self.args.reward)) > 1:
+        if several:
             values = rewards.new_tensor([[*paid.values()] for paid in parts])
             batch.rewards = values[:, 0]
             rewards = sum_of_parts(values.view(-1, G, values.shape[1])).flatten()

@@ -114,7 +114,8 @@ def rollout_batch(module, model, args, prompts=PROMPTS, sample_offset=0):
     trace = generate([list(p) for p in prompts], num_samples=G, sample_offset=sample_offset, **how)
     batch = Batch(trace, model)
     rewards = torch.tensor([[1.0, 0.0, 0.0, 1.0]] * (len(prompts) - 1) + [[1.0] * 4]).double()
-    batch.rewards = rewards = rewards[:, :G].flatten()
+    rewards = rewards[:, :G].flatten()
+    batch.rewards = rewards.clamp(min=0.5)  # not wrong, yet not right
     if module.RECORDS == "states":  # one for every step
         rewards = rewards[:, None] * torch.arange(1, trace.num_replays + 1)
     batch.advantages, batch.progress = module.compute_advantages(rewards, args), 0.4

@@ -51,6 +51,17 @@ def test_packed_backends_give_the_values_and_gradients_of_sdpa(monkeypatch, fami
             torch.testing.assert_close(other, seen[0], atol=1e-10, rtol=1e-8)
 
 
+@pytest.mark.parametrize("S, padding, trusted", [(704, 1, 0), (64, 1, 0), (768, 1, 1), (704, 0, 1)])
+def test_where_cudnn_computes(monkeypatch, S, padding, trusted):
+    """Not with a mask at lengths of 64 modulo 128."""
+    seen, valid = [], torch.ones(1, S).bool()
+    valid[:, :padding] = False
+    how = lambda kernels, **_: seen.extend(kernels) or ExitStack()
+    monkeypatch.setattr(attention, "sdpa_kernel", how)
+    attention.sdpa(attention.bidirectional(valid))(*torch.ones(3, 1, 1, S, 1))
+    assert (attention.kind.CUDNN_ATTENTION in seen) == trusted and seen[-1] == attention.kind.MATH
+
+
 @pytest.fixture
 def compiler():
     """Undoes what compile_blocks sets."""

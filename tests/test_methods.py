@@ -384,18 +384,25 @@ def test_what_opsds_teacher_sees(family):
     """With share 1 all that is ahead: later blocks of a bidirectional model; in the last block, and
     in each of a block model, what later steps reveal there.
     """
-    model, args = tiny_model(family), small_args(opsd, teacher_share=1.0, num_iterations=1)
+    model, args = tiny_model(family), small_args(opsd, teacher_share=1.0, num_iterations=2)
     batch = rollout_batch(opsd, model, args)
-    rows, trace = opsd.sample_masks(batch, 0, args), batch.trace
-    shown = (rows.student & ~rows.masked)[..., batch.P :]
-    for r, k in (rows.weights > 0).any(2).nonzero().tolist():
-        replay, block = trace.replay_map[r], trace.blocks[r]
-        at = set(block[(replay == k) & batch.completion_mask[r]].tolist())
-        here, later = torch.tensor([int(b) in at for b in block]), (block > max(at)) & (replay > k)
-        want = later if family == "llada" and later.any() else here & (replay > k)
-        assert torch.equal(shown[r, k] & (want | here), want)
-        scored = rows.weights[r, k] > 0
-        assert torch.equal(scored, here & rows.masked[r, k, batch.P :])
+    updates, trace = [opsd.sample_masks(batch, i, args) for i in range(2)], batch.trace
+    states = torch.stack([*trace.states(MASK)], 1) == MASK
+    taught = [torch.zeros_like(batch.completion_mask) for _ in updates]
+    for rows, tokens in zip(updates, taught, strict=True):
+        assert torch.equal(rows.student[..., batch.P :], states)
+        shown = (rows.student & ~rows.masked)[..., batch.P :]
+        for r, k in rows.revealed[..., 0].nonzero().tolist():
+            replay, block = trace.replay_map[r], trace.blocks[r]
+            here, hit = rows.weights[r, k] > 0, (replay == k) & batch.completion_mask[r]
+            work = torch.isin(block, block[here])
+            later = (block > block[here].max()) & (replay > k)
+            want = later if family == "llada" and later.any() else work & (replay > k)
+            assert torch.equal(shown[r, k] & (want | work), want)
+            assert torch.equal(here, work & rows.masked[r, k, batch.P :])
+            tokens[r] |= hit & work
+            assert (hit & work).sum() == rows.revealed[r, k]
+    assert torch.equal(taught[0] ^ taught[1], batch.completion_mask)  # each token in one update
 
 
 def test_mdpo_grades_every_prediction():

@@ -152,19 +152,28 @@ def test_the_commands_of_a_user(warm, tmp_path):
     assert '"n": 4' in Run(tmp_path / "said", 1, "evals/countdown.py", *flags).finish()
 
 
-def test_refill_replaces_dead_groups_alone(warm, tmp_path):
+# all wrong at different speeds is dead too
+FAST = {"reward": "score+tokens_per_forward", "remasking": "low_confidence_dynamic"}
+FAST |= {"confidence_threshold": 0.3}
+
+
+@pytest.mark.parametrize("more", [{}, FAST])
+def test_refill_replaces_dead_groups_alone(warm, tmp_path, more):
     """Nothing is learned, so that rollouts are the same; samples have the first group of each."""
     flags = {"prompts_per_step": 4, "num_generations": 4, "max_steps": 4, "eval_limit": 0}
-    flags |= {"learning_rate": 0.0, "num_iterations": 1}
+    flags |= {"learning_rate": 0.0, "num_iterations": 1} | more
     plain, full = (run_script("d1", flags | {"refill": n}, 1, tmp_path / str(n)) for n in (0, 9))
     dead = [[row["reward/zero_std_frac"] for row in rows_of(run)[1:]] for run in (plain, full)]
     assert any(dead[0]) and not any(dead[1])
     was, now = (rows_of(run, "samples") for run in (plain, full))
-    lives = []
+    lives, groups, refills = [], [], []
     for step in range(1, 5):
         one, other = ([row for row in rows if row["step"] == step] for rows in (was, now))
         lives.append(len({row["reward"] for row in one}) > 1)
         assert (one == other) == lives[-1] == (one[0]["prompt"] == other[0]["prompt"])
+        groups.append([row["completion_ids"] for row in one])
+        refills += [[row["completion_ids"] for row in other]] * (not lives[-1])
+    assert not [group for group in refills if group in groups]  # no other step's rollout
     assert any(lives) and not all(lives)
 
 
