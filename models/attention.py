@@ -126,7 +126,7 @@ def sdpa(visibility):
         return fast_attention
     # At these lengths cuDNN's backward pass with a mask can make NaN of finite values, on H100 and
     # H200 (pytorch/pytorch#196678)
-    kernels = KERNELS[visibility.block.shape[1] % 128 == 64 :]
+    kernels = KERNELS[1:] if visibility.block.shape[1] % 128 == 64 else KERNELS
     return partial(fast_attention, mask=mask[:, None], kernels=kernels)
 
 

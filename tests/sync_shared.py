@@ -79,7 +79,7 @@ METHODS = {
         },
     ),
     "distill": Method(
-        1107, {"llada": LORA | OWN | {"blocks": (4, 8)}, "sdar": OWN | {"masks": "random"}}
+        1105, {"llada": LORA | OWN | {"blocks": (4, 8)}, "sdar": OWN | {"masks": "random"}}
     ),
 }
 OFFLINE = ("sft", "vrpo", "distill")
