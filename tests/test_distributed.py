@@ -1,7 +1,6 @@
 """FSDP2 on gloo: two ranks and two nodes equal one rank; the known traps: stale root, sync."""
 
 import math
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -10,13 +9,12 @@ from oracles import MASK, tiny_model
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from algos import d1
-from distributed.groups import StepMetrics, all_reduce, maximum
+from distributed.groups import StepMetrics
 from distributed.sharding import reduce_gradients
 from evals import mean_score
 from models import add_lora
 from models.lora import adapter_tensors
 
-ROOT = Path(__file__).parents[1]
 EXPERTS = {"model_type": "sdar_moe", "num_experts": 4, "num_experts_per_tok": 2}
 EXPERTS |= {"moe_intermediate_size": 16, "norm_topk_prob": True}
 
@@ -129,14 +127,6 @@ def test_a_no_grad_forward_changes_nothing(run_ranks, monkeypatch, gpu_bytes):
                 optimizer.step()
                 results.append(model.logits(batch[0]))
         assert torch.equal(*results)
-
-    run_ranks(2, body)
-
-
-def test_collectives(run_ranks):
-    def body(rank, world_size):
-        assert all_reduce({"a": rank + 1, "b": torch.tensor(0.5)}) == {"a": 3.0, "b": 1.0}
-        assert maximum(rank) == 1
 
     run_ranks(2, body)
 

@@ -31,7 +31,6 @@ from models.tensors import tensor_names, tensor_shapes
 from models.tiny import TINY_SDAR, byte_tokenizer
 
 RANK, ALPHA = 4, 10  # scale 2.5
-ARGS = SimpleNamespace(activation_checkpointing=False, attention="auto", compile=False)
 IDS = random_ids(3, 11, MASK)
 
 
@@ -175,9 +174,6 @@ def test_peft_alone_reads_a_saved_adapter(saved):
     assert merged.keys() == ours.keys()
     assert all(close(merged[name], ours[name]) for name in ours)
     ours = load_model(directory)
-    assert close(ours.logits(IDS), model.logits(IDS)) and not close(
-        ours.logits(IDS), model_of(TINY_SDAR).logits(IDS), 1e-2
-    )
     assert (ours.eos_token_ids, ours.pad_token_id, has_lora(ours)) == ([256], 256, False)
 
 

@@ -496,13 +496,6 @@ def test_a_prompt_beyond_the_context_is_one_line(saved, caplog):
         assert len(caplog.records) == (length > 10)
 
 
-def test_names_without_files_are_refused(tmp_path):
-    with exits_with_one_line("sdar-9b", "sdar-8b", "tiny-sdar"):
-        load_model("sdar-9b")
-    with exits_with_one_line("config.json is missing or damaged", "No such file"):
-        load_model(tmp_path)
-
-
 def test_tiny_is_shipped_or_small(saved, tmp_path, monkeypatch):
     """Below 10 million parameters, whatever the width; known names are answered without a file."""
     monkeypatch.setattr(huggingface_hub, "snapshot_download", None)

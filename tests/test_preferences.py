@@ -2,7 +2,8 @@
 
 import datasets
 import pytest
-from test_sft_data import COUNTDOWN, EOS, GOLDEN, ids, turns, write_jsonl
+from test_evals import write
+from test_sft_data import COUNTDOWN, EOS, GOLDEN, ids, turns
 
 from data import sft
 from data.preferences import held_out_pairs, pairs_of, preference
@@ -22,7 +23,7 @@ def held_out(split, data, limit=9):
 
 
 def test_every_layout_gives_the_same_pair(tmp_path):
-    path = write_jsonl(tmp_path / "pairs.jsonl", GOLDEN["pairs"])
+    path = write(tmp_path / "pairs.jsonl", GOLDEN["pairs"])
     want = {"prompt": turns("1+1"), "chosen": "2", "rejected": "3"}
     assert list(training(path)) == [want] * len(GOLDEN["pairs"])
     sides = {"chosen": turns("a", "b", "c", "d"), "rejected": turns("a", "b", "c", "e")}
@@ -58,7 +59,7 @@ def test_mistakes_are_named(row, reason):
 
 def write_pairs(path, *names):
     path.parent.mkdir(exist_ok=True)
-    return write_jsonl(path, [{"prompt": "1+1", "chosen": n, "rejected": "x"} for n in names])
+    return write(path, [{"prompt": "1+1", "chosen": n, "rejected": "x"} for n in names])
 
 
 def chosen(pairs):
@@ -120,7 +121,7 @@ def test_best_answers_meet_worst_and_none_is_used_twice(tmp_path):
         for text, score in scores.items()
     ]
     (tmp_path / "train").mkdir()
-    write_jsonl(tmp_path / "train/samples.jsonl", rows + rows[1:2])
+    write(tmp_path / "train/samples.jsonl", rows + rows[1:2])
     want = [("p0", "whole", "none"), ("p1", "r1", "w3"), ("p1", "r2", "w2")]
     found = [tuple(pair.values()) for pair in training(str(tmp_path))]
     assert found == [(turns(prompt), *sides) for prompt, *sides in want]

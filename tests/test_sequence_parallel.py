@@ -9,7 +9,7 @@ from oracles import A2D
 from test_models import exits_with_one_line, ragged
 
 from distributed import sequence as sequence_parallel
-from distributed.groups import all_reduce, rank_share
+from distributed.groups import all_reduce, maximum, rank_share
 from distributed.sequence import (
     check_heads,
     data_rank,
@@ -58,7 +58,8 @@ def test_groups_score_rows_and_add_up_gradients_as_one_rank(run_ranks, ranks, N)
 def test_ranks_that_share_rows_count_once(run_ranks):
     def body(rank, world_size):
         form_groups(2, 4)
-        assert all_reduce({"a": rank // 2 + 1}) == {"a": 3.0}
+        assert all_reduce({"a": rank // 2 + 1, "b": torch.tensor(0.5)}) == {"a": 3.0, "b": 1.0}
+        assert maximum(rank) == 3
         assert rank_share(6, "--batch-size", data_rank()) == range(rank // 2 * 3, rank // 2 * 3 + 3)
         assert rank_share(4, "--prompts-per-step") == range(rank, rank + 1)
         with exits_with_one_line("--prompts-per-step 6 does not divide by 4"):

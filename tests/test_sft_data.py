@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pandas
 import pytest
 from oracles import changed
+from test_evals import write
 from tokenizers import AddedToken
 
 from data.sft import training_rows, turns_of
@@ -37,11 +38,6 @@ def turns(*texts):
     return [{"role": role, "content": text} for role, text in zip(roles, texts, strict=False)]
 
 
-def write_jsonl(path, rows):
-    path.write_text("".join(json.dumps(each) + "\n" for each in rows))
-    return str(path)
-
-
 # layouts of rows and pairs; [row, why it is left out]
 GOLDEN = json.loads((Path(__file__).parent / "golden/rows.json").read_text())
 
@@ -62,7 +58,7 @@ def test_rows_are_left_out_and_counted(tmp_path, bad, reason):
     refuse = "{% if messages[0].role != 'user' %}{{ raise_exception('user first') }}{% endif %}"
     tokenizer.chat_template = refuse + tokenizer.chat_template
     good = [{"prompt": "1+1", "response": "2"}, {"prompt": "a" * 16, "response": "b"}]  # 20 tokens
-    path = write_jsonl(tmp_path / "rows.jsonl", [good[0], bad, good[1], bad])
+    path = write(tmp_path / "rows.jsonl", [good[0], bad, good[1], bad])
     rows = ids(training_rows(COUNTDOWN, path), 20, tokenizer, asked=[turns("a question")])
     assert list(rows) == list(ids([row(**each) for each in good], 20)) and len(rows) == 2
     assert [*rows.dropped] == rows.report("rows").split("\n  dropped: ")[1:]
@@ -79,10 +75,10 @@ def test_a_task_gives_its_prompts_with_gold_answers(tmp_path):
     assert ids(rows, asked=asked).dropped == []  # its splits share no problem
     answers = [r["response"] for r in rows if r["prompt"] == COUNTDOWN.prompt(problems[0])]
     assert {COUNTDOWN.score(text, problems[0]) for text in answers} == {1.0}
-    path = write_jsonl(tmp_path / "p.jsonl", [{"numbers": [1, 2], "target": n} for n in (9, 3)])
+    path = write(tmp_path / "p.jsonl", [{"numbers": [1, 2], "target": n} for n in (9, 3)])
     rows = ids(training_rows(COUNTDOWN, path), 1000)
     assert len(rows) == 2 and rows.dropped[0].startswith("1 have no answer; the first: row 1, ")
-    path = write_jsonl(tmp_path / "r.jsonl", [{"question": "a"}])
+    path = write(tmp_path / "r.jsonl", [{"question": "a"}])
     with pytest.raises(SystemExit, match="row 1: cannot read a problem from question; .*or, "):
         list(training_rows(COUNTDOWN, path))
 

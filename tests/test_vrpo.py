@@ -3,7 +3,6 @@ enumeration, held-out pairs.
 """
 
 import itertools
-import json
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -11,6 +10,7 @@ import pytest
 import torch
 from golden_runs import ANSWERS, EVERY, rows_of, run_script
 from oracles import EOS, MASK, Group, gradient, naive_logps, peak_of_graphs, relative, tiny_model
+from test_evals import write
 from test_methods import within
 
 from algos import vrpo
@@ -160,8 +160,7 @@ def test_what_the_run_is_scored_on_is_not_trained_on(warm, tmp_path, capfd):
         prompts["train"] += prompts[split] + [task.prompt(task.load(split)[0])[-1]["content"]]
     for split, texts in prompts.items():
         pairs = [{"prompt": text, "chosen": "1", "rejected": "2"} for text in texts]
-        lines = "".join(json.dumps(pair) + "\n" for pair in pairs)
-        (tmp_path / f"{split}.jsonl").write_text(lines)
+        write(tmp_path / f"{split}.jsonl", pairs)
     how = EVERY | ANSWERS | {"max_steps": 1, "mc_num": 2, "micro_batch_size": 8}
     directory = run_script("vrpo", how | {"data": str(tmp_path)}, 1, tmp_path / "run")
     assert "reward/test_accuracy" in rows_of(directory)[-1]
