@@ -43,20 +43,18 @@ def test_the_loss_is_that_of_the_released_code(row):
     assert grads.norm().item() == pytest.approx(row["norm"], rel=1e-5)
 
 
-def rolled(model, masks, progress=0.4, gen_length=8):
+def rolled(model, masks):
     """-> Args, rows of the ragged prompts' own answers"""
-    trace = make_engine(model).generate([list(p) for p in PROMPTS], gen_length=gen_length, seed=2)
-    ends = trace.canvas_length.tolist()
+    trace = make_engine(model).generate([*map(list, PROMPTS)], gen_length=8, seed=2)
+    parts = trace.completion_ids, trace.replay_map
     answers = [
-        (prompt, ids[:end], steps[:end])
-        for prompt, ids, steps, end in zip(
-            PROMPTS, trace.completion_ids.tolist(), trace.replay_map.tolist(), ends, strict=True
-        )
+        (prompt, *(part[i, : trace.canvas_length[i]].tolist() for part in parts))
+        for i, prompt in enumerate(PROMPTS)
     ]
     args = distill.Args(masks=masks, batch_size=3, micro_batch_size=2, blocks=BLOCKS[masks])
     batch = batch_of(answers, range(3), 7, model, "cpu")
     is_block = model.attention == "block-causal"
-    return args, distill.sample_masks(batch, progress, is_block, args)
+    return args, distill.sample_masks(batch, 0.4, is_block, args)
 
 
 @pytest.mark.parametrize("masks", BLOCKS)

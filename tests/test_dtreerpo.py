@@ -85,5 +85,13 @@ def test_a_tree_equals_the_released_code():
     assert metrics["loss/policy"] == pytest.approx(-0.05186898, abs=1e-6)
     assert args.beta * metrics["loss/kl"] == pytest.approx(1.780197e-4, abs=1e-7)
     assert grads.norm().item() == pytest.approx(20.960644, rel=1e-5)
+
+
+def test_targets_of_siblings():
+    """Among those with A > 0 that reveal the position: alike if tau is large, the best if small."""
+    A, active = torch.tensor([[1.0, 2.0, 0.0]]), torch.ones(1, 3, 3, dtype=torch.bool)
+    active[0, 0, 1] = active[0, :2, 2] = False
+    alike, best = (dtreerpo.sibling_targets(A, active, tau)[0].T.tolist() for tau in (1e9, 1e-6))
+    assert alike == [[0.5, 0.5, 0], [0, 1, 0], [0, 0, 0]] and best[0] == [0, 1, 0]
     ends = [dtreerpo.schedule(progress, dtreerpo.Args()) for progress in (0.0, 1.0)]
     assert ends == [(0, 2), (3e-3, 1e-6)]

@@ -7,18 +7,13 @@ import shutil
 import subprocess
 import sys
 import time
-from functools import partial
 
 import pytest
 import torch
-from oracles import CONFIGS, small_args, tiny_model
+from oracles import CONFIGS, PROMPTS, rollout_batch, small_args, tiny_model
 from sync_shared import METHODS, ONLINE
 from test_resume import OFFLINE as OFFLINE_RUN
 from test_resume import ROOT, RUN, Run, assert_same_record, no_figures  # noqa: F401
-
-from rollout import make_engine
-from rollout.rows import Batch
-from run.problems import sampling_of
 
 pytestmark = pytest.mark.full
 SFT = "sft", OFFLINE_RUN + " --save-every 1 --max-length 64 --pack-length 64", 2
@@ -95,18 +90,10 @@ def uneven(rank, ranks, script, folder):
     args = small_args(module, learning_rate=0.1, max_grad_norm=math.inf)
     family = next(family for family in METHODS[script].families if family in CONFIGS)
     model, reference = tiny_model(family), tiny_model(family, seed=1)
-    mine, G = slice(rank, 3 if rank or ranks == 1 else 1), args.num_generations
-    how = {"records": module.RECORDS, "seed": 6, "num_samples": G} | sampling_of(args)
-    generate = make_engine(model).generate
-    if script == "dtreerpo":
-        generate = partial(module.sample_trees, make_engine(model), args)
-    prompts = [[4, 1, 2, 3, 0, 1], [1, 2, 3], [2]][mine]
-    batch = Batch(generate(prompts, sample_offset=mine.start * G, **how), model)
-    rewards = torch.tensor([[1.0] * 4, [1.0, 0.0, 0.0, 1.0], [0.0, 1.0, 0.0, 0.0]])[mine]
-    rewards = rewards[:, :G].double().flatten()
-    if module.RECORDS == "states":  # one for every step
-        rewards = rewards[:, None] * torch.arange(1, batch.trace.num_replays + 1)
-    batch.advantages, batch.progress = module.compute_advantages(rewards, args), 0.5
+    mine = slice(rank, 3 if rank or ranks == 1 else 1)
+    rewards = [[1.0] * 4, [1.0, 0.0, 0.0, 1.0], [0.0, 1.0, 0.0, 0.0]][mine]
+    where = PROMPTS[mine], rank * args.num_generations
+    batch = rollout_batch(module, model, args, *where, rewards)
     for each in (model, reference):
         module.parallelize(each, args)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)

@@ -33,18 +33,9 @@ CONFIG |= {"head_dim": 64, "mask_token_id": MASK, "eos_token_id": EOS, "pad_toke
 STATIC = {"denoising_steps": 2, "remasking": "low_confidence_static"}
 
 
-@dataclass
-class GenerationConfig:
-    max_new_tokens: int
-    top_p: float
-    top_k: int
-    random_seed: int
-    stop_token_ids: list
-    bad_token_ids: list
-    temperature: float = 0.8
-
-    def __post_init__(self):
-        assert 0 <= self.temperature <= 2
+def generation_config(temperature=0.8, **values):
+    assert 0 <= temperature <= 2
+    return SimpleNamespace(temperature=temperature, **values)
 
 
 @dataclass
@@ -131,7 +122,7 @@ def directory(tmp_path):
 @pytest.fixture
 def engine(monkeypatch, directory):
     """With lmdeploy's modules as far as rollout/lmdeploy.py imports them, and no GPU."""
-    messages = {"GenerationConfig": GenerationConfig, "PytorchEngineConfig": SimpleNamespace}
+    messages = {"GenerationConfig": generation_config, "PytorchEngineConfig": SimpleNamespace}
     unmasking = {"UnmaskingStrategy": SimpleNamespace(from_str=str.upper)}
     contents = {"": {}, ".messages": messages, ".pytorch": {}}
     contents |= {".pytorch.engine": {"Engine": Engine}, ".pytorch.config": unmasking}

@@ -38,7 +38,9 @@ def rolled(script, family=None, **fields):
     """-> module, a model, Args, a batch"""
     module = importlib.import_module(f"algos.{script}")
     model, args = tiny_model(family or FAMILIES[script][0]), small_args(module, **fields)
-    return module, model, args, rollout_batch(module, model, args)
+    batch = rollout_batch(module, model, args)
+    assert {*batch.advantages.sign().flatten().tolist()} >= {1.0, 1.0 if script == "opsd" else -1.0}
+    return module, model, args, batch
 
 
 def has_kl(module):

@@ -73,7 +73,7 @@ FAILING = {
 # command line (TMP: the folder of `said`) -> words of its last line
 REFUSALS = {
     # names and files
-    "algos/bgpo.py --model nothing": "nothing",
+    "algos/bgpo.py --model nothing": "unknown model 'nothing': use one of ",
     "algos/bgpo.py --task nothing": "unknown task 'nothing': use one of",
     "algos/bgpo.py --reward nothing --eval-limit 0": "--reward nothing: no such reward",
     "algos/bgpo.py --reward score+nothing --eval-limit 0": "--reward nothing: no such reward",
