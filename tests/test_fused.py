@@ -247,6 +247,3 @@ def test_attention_over_the_cache(splits, dtype, R, H, K, h, T, S, n, hidden):
     assert torch.equal(views[0].double(), keys) and torch.equal(views[1].double(), values)
     for slot, old in zip(slots, before, strict=True):
         assert torch.equal(slot[R], old[R]) and torch.equal(slot[:, :, S:], old[:, :, S:])
-    if n or hidden:  # control: all columns
-        other = by_sums(q, k, v, views, start, torch.ones_like(seen))[0]
-        assert error(got, other) > 0.02
