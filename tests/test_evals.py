@@ -133,13 +133,6 @@ def test_rewards(reward):
     assert any(case["reward"] == reward for case in of("reward"))
 
 
-PROSE = (
-    "Let x = 7, so 2 + 2 = 4.\n\n",
-    "Step by step: {1, 2} has 2 members.\n",
-    "1. read\n2. write\n\n",
-)
-
-
 def grade(text, gold, judge=math_grader.math_verify):
     answer = math_grader.last_box(text)
     return answer is not None and judge(answer, gold)
