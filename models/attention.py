@@ -125,7 +125,7 @@ def sdpa(visibility):
     if mask is None:
         return fast_attention
     # At these lengths cuDNN's backward pass with a mask can make NaN of finite values, on H100 and
-    # H200 (pytorch/pytorch#196678)
+    # H200 (pytorch/pytorch#196678). Compiled blocks get another graph for them.
     kernels = KERNELS[1:] if visibility.block.shape[1] % 128 == 64 else KERNELS
     return partial(fast_attention, mask=mask[:, None], kernels=kernels)
 
