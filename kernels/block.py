@@ -32,7 +32,7 @@ from kernels.decode import cached_attention
 from kernels.graphs import Graphs, can_record
 from models.experts import Experts
 from rollout.block import BlockEngine
-from rollout.engine import ADAPTIVE, BROKEN, select, take_over
+from rollout.engine import ADAPTIVE, BROKEN, select
 from rollout.sampling import int64
 from rollout.traces import num_replays
 
@@ -93,8 +93,7 @@ class Slots:
         self.seed.fill_(int64(settings["seed"]))
         ids, masked, step_map = self.canvas[:, :N]
         if known:
-            *known, forwards = (values[owner] for values in known)
-            take_over(known, (ids, step_map, self.logps), P)
+            forwards = known.write_to((ids, step_map, self.logps), P)
         column = torch.arange(ids.shape[1], device=device)
         is_new = column >= P[:, None]
         masked.copy_(is_new & (step_map < 0))

@@ -140,17 +140,6 @@ def confidence_of(logits, logps, temperature, remasking):
     return best - second
 
 
-def take_over(known, canvas, first):
-    """Write what a part of a rollout has revealed into the canvas of the next one.
-
-    Tokens, step maps and logps of both: known [N, L], canvas [N, S], where the completions begin at
-    columns first [N].
-    """
-    i, j = revealed = (known[1] >= 0).nonzero(as_tuple=True)
-    for values, new in zip(canvas, known, strict=True):
-        values[i, first[i] + j] = new[revealed]
-
-
 def marked(where, tokens, logps):
     """-> for a record: tokens, -1 elsewhere; logps, 0 elsewhere"""
     return torch.where(where, tokens, -1).int(), logps.where(where, 0.0)
@@ -382,8 +371,7 @@ class Engine:
         for batch in progress(batches, "batches of completions"):
             some = slice(int(batch[0]) // each, int(batch[-1]) // each + 1)
             rows = batch // each - some.start, sample_offset + batch, settings
-            names = "completion_ids", "step_map", "logps", "num_forwards"
-            known = canvas and [getattr(canvas, name)[some] for name in names]
+            known = canvas and canvas.select((batch // each).tolist())
             try:
                 parts.append(self._generate(prompt_ids[some], *rows, known))
             except torch.OutOfMemoryError:
@@ -399,8 +387,7 @@ class Engine:
         other. -> Trace
 
         owner, sample_index [N]. settings["steps"]: the range of steps to make, counted over all
-        blocks. canvas: what to continue of each prompt, tokens, step map, logps [U, L] and
-        num_forwards [U], or None.
+        blocks. canvas: the Trace of N rows that these continue, or None.
         """
         N, device, quotas = len(owner), self.device, block_quotas(**settings)
         n = self.model.block_length if self.is_block else 1
@@ -430,8 +417,7 @@ class Engine:
         step_map, num_forwards = torch.full_like(tokens, -1), torch.zeros_like(sample_index)
         logps = torch.zeros_like(tokens, dtype=torch.promote_types(self.dtype, torch.float32))
         if canvas:  # a part of a rollout
-            *known, num_forwards = (values[owner] for values in canvas)
-            take_over(known, (tokens, step_map, logps), first)
+            num_forwards = canvas.write_to((tokens, step_map, logps), first)
         history = None
         if settings["records"]:
             replays = num_replays(settings)

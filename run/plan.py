@@ -13,8 +13,6 @@ import re
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import accumulate
-from operator import floordiv
 
 import torch
 import torch._functorch.config
@@ -122,8 +120,8 @@ class Plan:
         # completions of a step, updates that each is in, a frozen and a second trained model
         self.rollout = getattr(args, "prompts_per_step", 0) * getattr(args, "num_generations", 0)
         # of trees: nodes at the end of each part of a rollout, which are the rows
-        shares = reversed(getattr(args, "branches", ())[1:])
-        self.parts = [*accumulate(shares, floordiv, initial=self.rollout)]
+        K = getattr(args, "branches", (1,))
+        self.parts = [self.rollout // math.prod(K[i:]) for i, _ in enumerate(K, 1)]
         self.iterations = getattr(args, "num_iterations", 1)
         self.epochs = 1 if getattr(args, "minibatches", False) else self.iterations
         self.has_reference = getattr(args, "beta", 0) > 0
