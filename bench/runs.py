@@ -14,7 +14,7 @@ resumed, what failed is tried again. A line of the table is one command, or many
     "test-{method}-{rate}" = "1 evals/run.py --model @rates-{method}-{rate} --tasks gsm8k"
 
 @NAME is what that run leaves: its last weights, or whatever stands at its --out. It comes first,
-and is run again where that is gone. What a run leaves is deleted when no other run waits for it.
+and is run again where that is gone. Directories that no other run waits for are deleted.
 Ctrl-C or SIGTERM, as of `timeout 20m`, ends all scripts once their step is done and saved.
 """
 
