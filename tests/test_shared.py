@@ -163,11 +163,7 @@ def test_importing_and_building_have_no_effect(monkeypatch):
         build_model(config)
 
 
-def test_benchmarks_import_names_that_exist():
-    """kernels/ apart, which needs Triton"""
-    for path, tree in TREES.items():
+def test_benchmarks_can_be_imported():
+    for path in TREES:
         if path.parts[0] == "bench":
-            for _, module, names in imports_of(tree):
-                if module.split(".")[0] in ROOMS:
-                    for name in names:
-                        exec(f"from {module} import {name}" if name != module else f"import {name}")
+            importlib.import_module(f"bench.{path.stem}")
