@@ -148,6 +148,7 @@ def policy_loss(estimates, old, ref, rows, args):
     """
     # [R, 1, 1], [R, K, L]
     A, c = rows.advantages[:, None, None], rows.weights / rows.batch.num_sequences
+    # >>> shared: method_clip
     ratio = (estimates - old).exp()
     clipped = ratio.clamp(1 - args.epsilon, 1 + args.epsilon)
     policy = (-torch.minimum(ratio * A, clipped * A) * c).sum()
@@ -160,6 +161,7 @@ def policy_loss(estimates, old, ref, rows, args):
         "policy/clip_frac": ((clipped * A < ratio * A) * c).sum(),
         "policy/weight": c.sum(),
     }
+    # <<< shared: method_clip
 
 
 # >>> shared: parallelize

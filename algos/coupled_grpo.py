@@ -140,6 +140,7 @@ def policy_loss(estimates, old, ref, rows, args):
     -> loss, metrics
     """
     A, c = rows.advantages[:, None], rows.completion_mask.to(estimates) / rows.batch.num_tokens
+    # >>> shared: method_clip
     ratio = (estimates - old).exp()
     clipped = ratio.clamp(1 - args.epsilon, 1 + args.epsilon)
     policy = (-torch.minimum(ratio * A, clipped * A) * c).sum()
@@ -152,6 +153,7 @@ def policy_loss(estimates, old, ref, rows, args):
         "policy/clip_frac": ((clipped * A < ratio * A) * c).sum(),
         "policy/weight": c.sum(),
     }
+    # <<< shared: method_clip
 
 
 # >>> shared: reference

@@ -132,6 +132,7 @@ def policy_loss(estimates, old, ref, rows, args):
     """
     # c: share of a token in the mean over all tokens of the step
     A, c = rows.advantages[:, None, None], rows.weights / rows.batch.num_tokens
+    # >>> shared: method_clip
     ratio = (estimates - old).exp()
     clipped = ratio.clamp(1 - args.epsilon, 1 + args.epsilon)
     policy = (-torch.minimum(ratio * A, clipped * A) * c).sum()
@@ -144,6 +145,7 @@ def policy_loss(estimates, old, ref, rows, args):
         "policy/clip_frac": ((clipped * A < ratio * A) * c).sum(),
         "policy/weight": c.sum(),
     }
+    # <<< shared: method_clip
 
 
 # >>> shared: parallelize

@@ -105,6 +105,7 @@ def sample_masks(batch, iteration, args):
     Weights: tokens / masked tokens of the likelihood block. All draws mask the same prompt tokens,
     in the clean ids too, because a block model attends to those. -> Rows, R = B, K = mc_num
     """
+    # >>> shared: method_states
     c, block, P = batch.completion_mask, batch.block_ids.contiguous(), batch.P
     head, n = torch.searchsorted(block, block), batch.trace.settings["block_length"]
     part = (torch.arange(c.shape[1], device=c.device) - head) // n  # block of the rollout
@@ -124,6 +125,7 @@ def sample_masks(batch, iteration, args):
         weights.append(scored * tokens / block_counts(scored, block)[0].clamp(min=1))
     rows = Rows(batch, masked, torch.stack(weights, 1))
     rows.input_ids = torch.where(hidden, batch.mask_token_id, batch.input_ids)
+    # <<< shared: method_states
     return rows
 
 
@@ -132,6 +134,7 @@ def estimate_logps(logps, rows, args):
 
     The upper one averages over tokens that a draw masked, in log space, because p^beta underflows.
     """
+    # >>> shared: method_bounds
     w, K = rows.weights, rows.weights.shape[1]
     elbo = (w * logps).sum((1, 2)) / (K * rows.completion_mask.sum(1))
     covered = w.any(1)  # [R, L]
@@ -139,13 +142,16 @@ def estimate_logps(logps, rows, args):
     terms = terms.masked_fill(~covered[:, None], 0.0).logsumexp(1) - math.log(K)
     eubo = (terms / args.eubo_beta * covered).sum(1) / covered.sum(1)
     return torch.stack([elbo, eubo], 1)
+    # <<< shared: method_bounds
 
 
 def compute_advantages(rewards, args):
     """Reward minus group mean, not divided by the std. [B] -> [B]"""
+    # >>> shared: method_centred
     groups = rewards.view(-1, args.num_generations)
     groups = groups - groups[:, :1]  # equal rewards give exactly 0
     return (groups - groups.mean(1, keepdim=True)).flatten()
+    # <<< shared: method_centred
 
 
 def policy_loss(estimates, old, ref, rows, args):

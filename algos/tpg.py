@@ -116,15 +116,18 @@ def estimate_logps(logps, rows, args):
 
 def compute_advantages(rewards, args):
     """Reward minus group mean: 1 - 1 / G of the exact gradient in expectation. [B] -> [B]"""
+    # >>> shared: method_centred
     groups = rewards.view(-1, args.num_generations)
     groups = groups - groups[:, :1]  # equal rewards give exactly 0
     return (groups - groups.mean(1, keepdim=True)).flatten()
+    # <<< shared: method_centred
 
 
 def policy_loss(estimates, old, ref, rows, args):
     """PPO clip and k3 KL of every draw, summed. estimates, old, ref [R, K, L] -> loss, metrics"""
     # [R, 1, 1], [R, K, L]
     A, c = rows.advantages[:, None, None], rows.weights / rows.batch.num_sequences
+    # >>> shared: method_clip
     ratio = (estimates - old).exp()
     clipped = ratio.clamp(1 - args.epsilon, 1 + args.epsilon)
     policy = (-torch.minimum(ratio * A, clipped * A) * c).sum()
@@ -137,6 +140,7 @@ def policy_loss(estimates, old, ref, rows, args):
         "policy/clip_frac": ((clipped * A < ratio * A) * c).sum(),
         "policy/weight": c.sum(),
     }
+    # <<< shared: method_clip
 
 
 # >>> shared: parallelize

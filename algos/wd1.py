@@ -86,6 +86,7 @@ def sample_masks(batch, iteration, args):
     A masked prompt token is masked in the clean ids too: a block model attends to those.
     -> Rows, R = B sequences, K = 1, weight 1 on every completion token
     """
+    # >>> shared: method_one_pass
     L = batch.completion_mask.shape[1]
     # hidden: masked tokens of the prompt; masked: those and the completion
     hidden = (batch.uniform(iteration, 0) < args.p_mask_prompt) & batch.valid_mask  # [B, T]
@@ -95,6 +96,7 @@ def sample_masks(batch, iteration, args):
     rows = Rows(batch, masked[:, None], batch.completion_mask[:, None])
     rows.input_ids = torch.where(hidden, batch.mask_token_id, batch.input_ids)
     return rows
+    # <<< shared: method_one_pass
 
 
 def estimate_logps(logps, rows, args):
