@@ -151,14 +151,8 @@ class LanguageModel(nn.Module):
             targets = targets.flatten(0, 2)[index]
         if self.value_head is None:
             score = linear_certainty if certainty else linear_logps
-            values = score(
-                hidden,
-                self.lm_head.weight,
-                targets,
-                temperature=temperature,
-                banned_id=self.mask_token_id,
-                entropy=entropy,
-            )
+            how = temperature, self.mask_token_id, entropy
+            values = score(hidden, self.lm_head.weight, targets, *how)
         else:
             values = self.value_head(hidden.to(at_least_fp32(hidden)))[:, 0]
             values = (values, torch.zeros_like(values)) if entropy else values
