@@ -43,7 +43,7 @@ class Config(DecoderKeys):
     def rotary_dim(self):
         return int(self.head_dim * self.partial_rotary_factor)
 
-    fixed = {"hidden_act": "silu", "router_dtype": "fp32", "score_function": "sigmoid"}
+    fixed = DecoderKeys.fixed | {"router_dtype": "fp32", "score_function": "sigmoid"}
     fixed |= {"moe_router_enable_expert_bias": True, "norm_topk_prob": True}
     fixed |= {"use_qk_norm": True, "use_rmsnorm": True}
     no_effect = "output_router_logits rotary_dim"
