@@ -257,10 +257,6 @@ def main(args):
         raise SystemExit(
             f"--denoising-steps {args.denoising_steps}: left to right, a block of {n} takes {n}"
         )
-    passes = args.num_draws(args.gen_length) if model.attention == "bidirectional" else 1
-    total = passes * args.num_iterations * args.prompts_per_step * args.num_generations
-    if dist.get_rank() == 0:  # before weights are read
-        print(f"a step takes up to {total:,} forward and backward passes, {passes} a completion")
     # >>> shared: load
     problems = Problems(args, model, RECORDS, DRAWS_TOGETHER, USES_OLD)
     engine = problems.make_engine(device)

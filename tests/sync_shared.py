@@ -53,7 +53,7 @@ METHODS = {
     "gdpo": Method(519, {"sdar": TWO | {"mc_num": 2}}),
     "ebpo": Method(580, {"sdar": TWO | {"mc_num": 3}}, BLOCK),
     "wd1": Method(301, {"llada": LORA | TWO | {"psi": 0.5}}),
-    "justgrpo": Method(497, {"llada": LORA | TWO | {"denoising_steps": 4, "train_steps": 3}}),
+    "justgrpo": Method(451, {"llada": LORA | TWO | {"denoising_steps": 4, "train_steps": 3}}),
     "dtreerpo": Method(1389, {"llada": LORA | TREES, "sdar": TREES}),
     "tracerl": Method(
         1450,
