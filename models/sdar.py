@@ -68,6 +68,3 @@ class SDAR(BlockCausal):
         else:
             mlp = MLP(config.hidden_size, config.intermediate_size)
         return Block(config, Attention(config, layer, norm=RMSNorm), mlp, RMSNorm)
-
-    def frequency(self, exponent):
-        return self.config.rope_theta**-exponent
