@@ -45,7 +45,7 @@ evaluate samples $ENGINES --model "$MODEL" --data "$TRAIN" --split train --sampl
     --temperature 0.8 --top-p 0.95 --gen-length 256
 [ -e "$OUT/rows.jsonl" ] ||
     show $PYTHON data/own_samples.py --samples "$OUT/samples" --mixed "$OUT/problems.jsonl" \
-        --out "$OUT/rows.jsonl" --wrong 1
+        --out "$OUT/rows.jsonl" --wrong 0.5
 
 # 2. A mask token and block-causal attention.
 [ -e "$OUT/converted" ] ||
@@ -53,13 +53,13 @@ evaluate samples $ENGINES --model "$MODEL" --data "$TRAIN" --split train --sampl
 
 # 3. Fine-tune all weights on these rows.
 train sft algos/sft.py --model "$OUT/converted" --data "$OUT/rows.jsonl" --eval-data "$TEST" \
-    --learning-rate 1e-4 --warmup-steps 10 --lr-schedule cosine --max-steps 200 --save-every 50 \
+    --learning-rate 1e-4 --warmup-steps 10 --lr-schedule cosine --max-steps 160 --save-every 40 \
     --batch-size 384 --pack-length 2048 --max-length 640
 evaluate sft-scores "$GPUS" --model "$OUT/sft/final" --data "$TEST" --gen-length 512
 
 # 4. Reinforce, on the problems that the first model solved sometimes.
 train rl algos/justgrpo.py --model "$OUT/sft/final" --data "$OUT/problems.jsonl" \
-    --eval-data "$TEST" --gen-length 320 --prompts-per-step 32 --max-steps 60 --save-every 30
+    --eval-data "$TEST" --gen-length 320 --prompts-per-step 32 --max-steps 50 --save-every 25
 evaluate rl-scores "$GPUS" --model "$OUT/rl/final" --data "$TEST" --gen-length 512
 
 printf '\nGSM8K, test, greedy; %d s\n' $SECONDS

@@ -7,9 +7,12 @@ loss = sum over masked tokens of -weight logps / divisor, both counted over the 
        LLaDA (2502.09992)    U(0.001, 1)   1 / (t answer length)  answers
        Dream (2508.15487)    U(0.001, 1)   1 / t                  answer tokens
          with --cart-p                     from the context       masked tokens
-       SDAR  (2510.06303)    U(0.001, 1)   1 / t                  answer tokens
+       SDAR  (2510.06303)    U(0, 1)       (L + 1) / n            answer tokens
        LLaDA2.x              U(0.3, 0.8)   1                      scored tokens
          with --edit-rate    others of its visible tokens are replaced, and scored likewise
+
+       (L + 1) / n is the mean of the authors' 1 / t where n of the L answer tokens of a block are
+       masked: the same loss on average, with less noise
 
 logps: one pass over the noisy row; a block model: over [clean | noisy], where every block sees
        its own noisy tokens and the clean blocks before it. Documents packed into one row do not
@@ -104,6 +107,7 @@ class Batch:
     position_ids: torch.Tensor  # [B, T] position in the document
     answer_length: torch.Tensor  # [B, T] tokens of the document's one answer, 1 on padding
     mask_token_id: int
+    block_length: int
     seed: int
     step: int
     num_answers: int  # of the step on all ranks
@@ -156,6 +160,10 @@ def sample_masks(batch, args, objective):
     if args.cart_p:
         return noisy_ids, context_weights(masked, batch, args.cart_p), num_scored
     weights = scored / t if objective.weight == "1/t" else scored.float()
+    if objective.weight == "1/n":
+        size = batch.block_length
+        total = lambda tokens: tokens.unflatten(1, (-1, size)).sum(2).repeat_interleave(size, 1)
+        weights = masked * (total(batch.answer_mask) + 1) / total(masked).clamp(min=1)
     if objective.mean == "answers":
         weights = weights / batch.answer_length
     counts = {"answers": batch.num_answers, "tokens": batch.num_tokens, "masked": num_scored}
@@ -271,7 +279,7 @@ def make_batch(examples, args, model, step, rank, world_size, device):
     input_ids, *columns = table.movedim(2, 0).contiguous()
     masks, keys = map(torch.Tensor.bool, columns[:3]), columns[3:]
     num_tokens = sum(token >= 0 for _, _, answer in documents for token in answer)
-    facts = model.mask_token_id, args.seed, step, len(documents), num_tokens
+    facts = model.mask_token_id, model.block_length, args.seed, step, len(documents), num_tokens
     return Batch(input_ids, *masks, *keys, *facts)
 
 

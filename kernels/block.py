@@ -190,7 +190,8 @@ class FastBlockEngine(BlockEngine):
         bar = progress(None, "completions", total=N)
         while True:
             free = [r for r in range(R) if not is_live(r)]
-            if entered < N and free:
+            # several at a time: a prefill is no part of the graphs
+            if entered < N and len(free) > R // 32:
                 samples = range(entered, min(entered + len(free), N))
                 self._enter(slots, places, free, samples, prompt_ids, owners)
                 entered = samples.stop

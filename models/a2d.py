@@ -76,4 +76,4 @@ class A2DMasked(A2D, Bidirectional):
 
 class A2DBlock(A2D, BlockCausal):
     # dllm, core/trainers/bd3lm.py
-    objective = Objective(tail="block")
+    objective = Objective(tail="block", t_min=0, weight="1/n")

@@ -20,7 +20,9 @@ class Objective:
     mean: str = "tokens"
     t_min: float = 1e-3
     t_max: float = 1.0
-    weight: str = "1/t"  # of a masked token; or "1"
+    # of a masked token: "1/t"; "1"; "1/n", for blocks: the mean of 1/t given that n of its block's
+    # answer tokens are masked, (their number + 1) / n, which varies less
+    weight: str = "1/t"
     has_cart: bool = False  # offers context-adaptive weights in place of 1/t (Dream)
 
 

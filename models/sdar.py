@@ -58,7 +58,7 @@ class SDAR(BlockCausal):
     """The language model. Callers use `hidden`, `logits` and `logps`."""
 
     turn_end = "<|im_end|>"  # ends an answer
-    objective = Objective(tail="block")  # SDAR, training/
+    objective = Objective(tail="block", t_min=0, weight="1/n")  # SDAR, training/
     norm = staticmethod(RMSNorm)
 
     def block(self, layer):
