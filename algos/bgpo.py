@@ -100,7 +100,7 @@ def sample_masks(batch, iteration, args):
     for j in range(args.mc_num):
         noise = batch.uniform(iteration, j)[:, batch.P :]
         chosen, n, m = choose_in_blocks(c, block, (u + j / args.mc_num) % 1, noise)
-        masked.append(torch.nn.functional.pad(chosen | ~c, (batch.P, 0)))
+        masked.append(chosen | ~c)
         weights.append(chosen * n / m)
     return Rows(batch, torch.stack(masked, 1), torch.stack(weights, 1))
 

@@ -122,7 +122,7 @@ def sample_masks(batch, iteration, args):
     weight = revealed / (tokens.gather(1, transition) * (tokens > 0).sum(1, keepdim=True))
     # [B, K, L], 0: revealed by this step
     now = replay[:, None] - torch.arange(num_replays, device=replay.device)[:, None]
-    masked = torch.nn.functional.pad((now >= 0) | ~revealed[:, None], (batch.P, 0))
+    masked = (now >= 0) | ~revealed[:, None]
     rows = Rows(batch, masked, torch.where(now == 0, weight[:, None], 0.0))
     rows.temperature = args.temperature
     return rows.subsample(n, iteration)

@@ -116,8 +116,7 @@ def sample_masks(batch, iteration, args):
     a = batch.uniform(iteration, 0)[:, P:] < t
     parts = torch.stack([torch.ones_like(a), a, ~a], 1)  # [B, 3, L]
     shares = torch.stack([torch.ones_like(t), t, 1 - t], 1)
-    masked = torch.nn.functional.pad(parts | ~c[:, None], (P, 0))
-    return Rows(batch, masked, parts * c[:, None] / (2 * shares))
+    return Rows(batch, parts | ~c[:, None], parts * c[:, None] / (2 * shares))
 
 
 def estimate_logps(logps, rows, args):

@@ -108,7 +108,7 @@ def sample_masks(batch, iteration, args):
     for j in range(args.mc_num):
         level = (u + (j + share) / args.mc_num) % 1
         chosen, n, m = choose_in_blocks(c, block, level, batch.uniform(iteration, j)[:, P:])
-        masked.append(torch.nn.functional.pad(chosen | ~c, (P, 0)))
+        masked.append(chosen | ~c)
         weights.append(chosen * n / m)
     return Rows(batch, torch.stack(masked, 1), torch.stack(weights, 1))
 

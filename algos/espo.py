@@ -109,7 +109,7 @@ def sample_masks(batch, iteration, args):
     for j in range(args.mc_num):
         below = batch.uniform(iteration, j)[:, batch.P :] < (t + j / args.mc_num) % 1
         for part in (c & below, c & ~below):
-            masked.append(torch.nn.functional.pad(part | ~c, (batch.P, 0)))
+            masked.append(part | ~c)
             weights.append(part * (n + 1) / block_counts(part, block)[0].clamp(min=1))
     return Rows(batch, torch.stack(masked, 1), torch.stack(weights, 1))
 

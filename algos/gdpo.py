@@ -101,8 +101,7 @@ def sample_masks(batch, iteration, args):
         chosen, _, m = choose_in_blocks(c, batch.block_ids, share, noise)
         weights.append(chosen * n / m * w / 2)
     weights = torch.stack(weights, 1)
-    masked = torch.nn.functional.pad((weights > 0) | ~c[:, None], (P, 0))
-    return Rows(batch, masked, weights)
+    return Rows(batch, (weights > 0) | ~c[:, None], weights)
 
 
 def estimate_logps(logps, rows, args):

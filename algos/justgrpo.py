@@ -108,7 +108,7 @@ def sample_masks(batch, iteration, args):
     # [B, L] step of each token; S: stays masked
     replay = batch.trace.replay_map.where(batch.completion_mask, S)
     now = replay[:, None] - torch.arange(S, device=replay.device)[:, None]  # [B, S, L], 0: this one
-    rows = Rows(batch, torch.nn.functional.pad(now >= 0, (batch.P, 0)), now == 0)
+    rows = Rows(batch, now >= 0, now == 0)
     rows.temperature = args.temperature
     return rows.subsample(args.num_draws(S), iteration)
 

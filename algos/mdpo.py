@@ -139,9 +139,8 @@ def sample_masks(batch, iteration, args):
     chosen = (rank < args.num_draws(A.shape[1])).repeat_interleave(G, 0) & made
     index, step = chosen.nonzero(as_tuple=True)  # [R]
     state, q = tokens[index, step] >= 0, batch.trace.records["logps"][index, step].exp()  # [R, L]
-    masked = torch.nn.functional.pad(state, (batch.P, 0))
     weights = torch.where(state, q, 0.0) / state.sum(1, keepdim=True)
-    rows = Rows(batch, masked[:, None], weights[:, None], index)
+    rows = Rows(batch, state[:, None], weights[:, None], index)
     predictions = predictions_of(tokens)[index, step]
     rows.input_ids = torch.cat([rows.input_ids[:, : batch.P], predictions], 1)
     rows.advantages, rows.temperature = A[index, step], args.temperature

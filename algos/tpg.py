@@ -95,15 +95,15 @@ def sample_masks(batch, iteration, args):
 
     The draws after an EOS in the terminal block count: they decided what was revealed before it.
     Where the order does not depend on the draws, those not revealed are noise and are left out.
-    -> Rows, R = B, K = n. targets [R, K, T]: the draws
+    -> Rows, R = B, K = n. targets [R, K, L]: the draws
     """
     draws, replay = batch.trace.records["tokens"], batch.trace.replay_map[:, None]
-    S, scored, pad = draws.shape[1], draws >= 0, torch.nn.functional.pad
+    S, scored = draws.shape[1], draws >= 0
     step = torch.arange(S, device=draws.device)[:, None]
     if args.remasking == "random":
         scored &= replay == step
-    rows = Rows(batch, pad((replay >= step) | (replay < 0), (batch.P, 0)), scored)
-    rows.targets, rows.temperature = pad(draws.clamp(min=0), (batch.P, 0)), args.temperature
+    rows = Rows(batch, (replay >= step) | (replay < 0), scored)
+    rows.targets, rows.temperature = draws.clamp(min=0), args.temperature
     rows = rows.subsample(args.num_draws(S), iteration)
     rows.targets = rows.targets.long()
     return rows

@@ -135,8 +135,7 @@ def sample_masks(batch, iteration, args):
     k = torch.arange(-(-num_replays // args.shrink), device=rounds.device)[:, None]
     scored = (rounds == k) & (batch.completion_mask & mine[:, None])[:, None]
     size = scored.sum(2, keepdim=True).clamp(min=1) if args.row_mean else args.gen_length
-    masked = torch.nn.functional.pad((rounds >= k) | (rounds < 0), (batch.P, 0))
-    rows = Rows(batch, masked, scored / size)
+    rows = Rows(batch, (rounds >= k) | (rounds < 0), scored / size)
     rows.advantages = mine.float()  # those of a trained group count, even where theirs is 0
     rows.sequence = torch.arange(len(mine), device=mine.device)
     # draws with a scored token, over all ranks: the rows of the paper

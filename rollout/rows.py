@@ -43,14 +43,18 @@ class Rows:
     """The masks of an inner iteration. A row is a term of the loss, with K noisy copies."""
 
     temperature = 1.0  # of the scored distribution
-    targets = None  # [R, K, T] tokens to score; None: those of input_ids
+    targets = None  # [R, K, L] tokens to score; None: those of input_ids
     old = None  # estimates before the first update; None: the current ones
     ref = None  # estimates of the reference; None: no KL
 
     def __init__(self, batch, masked, weights, index=slice(None)):
-        """index [R]: the sequence of each row; default: row r is sequence r"""
+        """masked [R, K, L] of the completion, or with the prompt [R, K, T]; index [R]: the sequence
+        of each row; default: row r is sequence r
+        """
         self.batch = batch
-        self.masked = masked  # [R, K, T] bool: shown to the model as [MASK]
+        hidden = (batch.input_ids.shape[1] - masked.shape[2], 0)  # columns of the prompt
+        # [R, K, T] bool: shown to the model as [MASK]
+        self.masked = torch.nn.functional.pad(masked, hidden)
         self.weights = weights.float()  # [R, K, L] in the estimate or the loss; 0: not scored
         self.input_ids = batch.input_ids[index]  # [R, T] clean
         self.valid_mask = batch.valid_mask[index]  # [R, T] bool

@@ -37,35 +37,35 @@ class Method(NamedTuple):
 
 METHODS = {
     "d1": Method(214, {"dream": LORA | TWO}),
-    "coupled_grpo": Method(526, {"sdar": MOVES}),
+    "coupled_grpo": Method(508, {"sdar": MOVES}),
     "spg": Method(353, {"llada-moe": {"num_iterations": 1, "block_length": 4}}),
     "stabledrl": Method(495, {"llada": TWO | {"block_length": 4}}),
     "bgpo": Method(
-        501,
+        484,
         {
             "llada2": LORA | {"mc_num": 2, "lora_merged_rollout": True},
             "sdar-moe": TWO | {"mc_num": 3, "lr_schedule": "cosine"},
         },
     ),
-    "cj_grpo": Method(582, {"llada": LORA | TWO | EOSER}),
-    "mdpo": Method(1215, {"llada": TWO | {"train_steps": 3, "remasking": "rcr"}}, BIDIRECTIONAL),
-    "espo": Method(669, {"llada": TWO | {"ref_sync_steps": 1, "epsilon": 4e-4}}),
-    "gdpo": Method(519, {"sdar": TWO | {"mc_num": 2}}),
-    "ebpo": Method(580, {"sdar": TWO | {"mc_num": 3}}, BLOCK),
+    "cj_grpo": Method(565, {"llada": LORA | TWO | EOSER}),
+    "mdpo": Method(1195, {"llada": TWO | {"train_steps": 3, "remasking": "rcr"}}, BIDIRECTIONAL),
+    "espo": Method(652, {"llada": TWO | {"ref_sync_steps": 1, "epsilon": 4e-4}}),
+    "gdpo": Method(501, {"sdar": TWO | {"mc_num": 2}}),
+    "ebpo": Method(565, {"sdar": TWO | {"mc_num": 3}}, BLOCK),
     "wd1": Method(301, {"llada": LORA | TWO | {"psi": 0.5}}),
-    "justgrpo": Method(451, {"llada": LORA | TWO | {"denoising_steps": 4, "train_steps": 3}}),
+    "justgrpo": Method(434, {"llada": LORA | TWO | {"denoising_steps": 4, "train_steps": 3}}),
     "dtreerpo": Method(1389, {"llada": LORA | TREES, "sdar": TREES}),
     "tracerl": Method(
-        1450,
+        1430,
         {
             "dream": TRACES | LORA | {"shrink": 2, "row_mean": True},
             "sdar": TRACES | VALUES,
             "llada2": FAST,
         },
     ),
-    "tpg": Method(399, {"sdar": TWO | {"denoising_steps": 4, "train_steps": 3, "beta": 0.1}}),
+    "tpg": Method(367, {"sdar": TWO | {"denoising_steps": 4, "train_steps": 3, "beta": 0.1}}),
     "opsd": Method(
-        875, {"llada": LORA | TWO | {"block_length": 4}, "sdar": TWO | {"learning_rate": 1e-5}}
+        842, {"llada": LORA | TWO | {"block_length": 4}, "sdar": TWO | {"learning_rate": 1e-5}}
     ),
     "sft": Method(
         2169,
