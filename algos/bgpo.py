@@ -95,7 +95,7 @@ def sample_masks(batch, iteration, args):
     """
     c, block = batch.completion_mask, batch.block_ids.contiguous()
     # searchsorted finds the first column of a block: its u serves all tokens of the block
-    u = batch.uniform(iteration, "count")[:, batch.P :].gather(1, torch.searchsorted(block, block))
+    u = batch.uniform(iteration, "count", torch.searchsorted(block, block))
     masked, weights = [], []
     for j in range(args.mc_num):
         noise = batch.uniform(iteration, j)[:, batch.P :]

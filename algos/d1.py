@@ -82,13 +82,11 @@ def sample_masks(batch, iteration, args):
     -> Rows, R = B sequences, K = 1, weight 1 on every completion token
     """
     # >>> shared: method_one_pass
-    L = batch.completion_mask.shape[1]
-    # hidden: masked tokens of the prompt; masked: those and the completion
+    c = batch.completion_mask
     hidden = (batch.uniform(iteration, 0) < args.p_mask_prompt) & batch.valid_mask  # [B, T]
-    hidden[:, -L:] = False
-    masked = hidden.clone()
-    masked[:, -L:] = True
-    rows = Rows(batch, masked[:, None], batch.completion_mask[:, None])
+    hidden[:, batch.P :] = False  # of the prompt alone
+    rows = Rows(batch, torch.ones_like(c)[:, None], c[:, None])
+    rows.masked |= hidden[:, None]
     rows.input_ids = torch.where(hidden, batch.mask_token_id, batch.input_ids)
     return rows
     # <<< shared: method_one_pass

@@ -100,14 +100,15 @@ def sample_masks(batch, iteration, args):
     the EOS is masked and not scored, so that no later token shows where the end is.
     -> Rows, R = B, K = mc_num
     """
-    c, block, P = batch.completion_mask, batch.block_ids, batch.P
+    c, block = batch.completion_mask, batch.block_ids
     b = block - block[:, :1]
     share = b / ((b * c).amax(1, keepdim=True) + 1)  # b / B
-    u = batch.uniform(iteration, "level")[:, P, None]
+    u = batch.uniform(iteration, "level", 0)  # [B, 1]
     masked, weights = [], []
     for j in range(args.mc_num):
         level = (u + (j + share) / args.mc_num) % 1
-        chosen, n, m = choose_in_blocks(c, block, level, batch.uniform(iteration, j)[:, P:])
+        noise = batch.uniform(iteration, j)[:, batch.P :]
+        chosen, n, m = choose_in_blocks(c, block, level, noise)
         masked.append(chosen | ~c)
         weights.append(chosen * n / m)
     return Rows(batch, torch.stack(masked, 1), torch.stack(weights, 1))

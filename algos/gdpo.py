@@ -93,11 +93,11 @@ def sample_masks(batch, iteration, args):
     sees so many masks on average. Weights w_j n / m. Everything after the EOS is masked and not
     scored, so that no later token shows where the end is. -> Rows, R = B, K = mc_num
     """
-    c, P, weights = batch.completion_mask, batch.P, []
+    c, weights = batch.completion_mask, []
     n = block_counts(c, batch.block_ids)[0].clamp(min=1)
     for j, (x, w) in enumerate(zip(*leggauss(args.mc_num), strict=True)):  # on -1..1
-        share = ((x + 1) / 2 * (n - 1) + batch.uniform(iteration, f"u{j}")[:, P, None]) / n
-        noise = batch.uniform(iteration, j)[:, P:]
+        share = ((x + 1) / 2 * (n - 1) + batch.uniform(iteration, f"u{j}", 0)) / n
+        noise = batch.uniform(iteration, j)[:, batch.P :]
         chosen, _, m = choose_in_blocks(c, batch.block_ids, share, noise)
         weights.append(chosen * n / m * w / 2)
     weights = torch.stack(weights, 1)

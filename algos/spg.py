@@ -110,7 +110,7 @@ def sample_masks(batch, iteration, args):
     head, n = torch.searchsorted(block, block), batch.trace.settings["block_length"]
     part = (torch.arange(c.shape[1], device=c.device) - head) // n  # block of the rollout
     tokens, _ = block_counts(c, block)
-    u, v = (batch.uniform(iteration, key)[:, P:].gather(1, head) for key in ("block", "count"))
+    u, v = (batch.uniform(iteration, key, head) for key in ("block", "count"))
     hidden = (batch.uniform(iteration, "prompt") < args.p_mask_context) & batch.valid_mask  # [B, T]
     hidden[:, P:] = False
     masked, weights = hidden[:, None].repeat(1, args.mc_num, 1), []

@@ -31,7 +31,8 @@ class Batch:
         """Keyed by the step's seed, the sample's index over all ranks, iteration, draw, and the
         offset from the start of the completion, so that left padding changes nothing.
 
-        offset: of one column. -> [B, T], or what draw [K] and offset broadcast to, fp64 in [0, 1)
+        offset: of some columns, 0 of the first. -> fp64 in [0, 1), [B, T], or what draw and offset
+        broadcast to with [B, 1]
         """
         if offset is None:
             offset = torch.arange(self.input_ids.shape[1], device=self.input_ids.device) - self.P

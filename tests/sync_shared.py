@@ -37,11 +37,11 @@ class Method(NamedTuple):
 
 METHODS = {
     "d1": Method(214, {"dream": LORA | TWO}),
-    "coupled_grpo": Method(508, {"sdar": MOVES}),
+    "coupled_grpo": Method(505, {"sdar": MOVES}),
     "spg": Method(353, {"llada-moe": {"num_iterations": 1, "block_length": 4}}),
     "stabledrl": Method(495, {"llada": TWO | {"block_length": 4}}),
     "bgpo": Method(
-        484,
+        471,
         {
             "llada2": LORA | {"mc_num": 2, "lora_merged_rollout": True},
             "sdar-moe": TWO | {"mc_num": 3, "lr_schedule": "cosine"},
@@ -49,9 +49,9 @@ METHODS = {
     ),
     "cj_grpo": Method(565, {"llada": LORA | TWO | EOSER}),
     "mdpo": Method(1195, {"llada": TWO | {"train_steps": 3, "remasking": "rcr"}}, BIDIRECTIONAL),
-    "espo": Method(652, {"llada": TWO | {"ref_sync_steps": 1, "epsilon": 4e-4}}),
-    "gdpo": Method(501, {"sdar": TWO | {"mc_num": 2}}),
-    "ebpo": Method(565, {"sdar": TWO | {"mc_num": 3}}, BLOCK),
+    "espo": Method(639, {"llada": TWO | {"ref_sync_steps": 1, "epsilon": 4e-4}}),
+    "gdpo": Method(492, {"sdar": TWO | {"mc_num": 2}}),
+    "ebpo": Method(559, {"sdar": TWO | {"mc_num": 3}}, BLOCK),
     "wd1": Method(301, {"llada": LORA | TWO | {"psi": 0.5}}),
     "justgrpo": Method(434, {"llada": LORA | TWO | {"denoising_steps": 4, "train_steps": 3}}),
     "dtreerpo": Method(1389, {"llada": LORA | TREES, "sdar": TREES}),
