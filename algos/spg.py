@@ -125,8 +125,8 @@ def sample_masks(batch, iteration, args):
         weights.append(scored * tokens / block_counts(scored, block)[0].clamp(min=1))
     rows = Rows(batch, masked, torch.stack(weights, 1))
     rows.input_ids = torch.where(hidden, batch.mask_token_id, batch.input_ids)
-    # <<< shared: method_states
     return rows
+    # <<< shared: method_states
 
 
 def estimate_logps(logps, rows, args):

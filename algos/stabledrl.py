@@ -129,9 +129,8 @@ def sample_masks(batch, iteration, args):
         weights.append(scored * tokens / block_counts(scored, block)[0].clamp(min=1))
     rows = Rows(batch, masked, torch.stack(weights, 1))
     rows.input_ids = torch.where(hidden, batch.mask_token_id, batch.input_ids)
-    # <<< shared: method_states
-    rows.group = torch.arange(len(c), device=c.device) // args.num_generations
     return rows
+    # <<< shared: method_states
 
 
 def estimate_logps(logps, rows, args):
@@ -165,7 +164,8 @@ def group_weights(estimates, rows, args):
     ratio = (estimates - old)[:, 0].exp().clamp(max=args.clip_ratio)
     # completions that were left out because their advantage is 0 count with ratio 1
     total = torch.full_like(rows.batch.advantages, args.num_generations)
-    return ratio / total.index_add(0, rows.group, (ratio - 1).to(total))[rows.group]
+    group = rows.sequence // args.num_generations
+    return ratio / total.index_add(0, group, (ratio - 1).to(total))[group]
 
 
 def policy_loss(estimates, old, ref, rows, args):

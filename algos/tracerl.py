@@ -137,7 +137,6 @@ def sample_masks(batch, iteration, args):
     size = scored.sum(2, keepdim=True).clamp(min=1) if args.row_mean else args.gen_length
     rows = Rows(batch, (rounds >= k) | (rounds < 0), scored / size)
     rows.advantages = mine.float()  # those of a trained group count, even where theirs is 0
-    rows.sequence = torch.arange(len(mine), device=mine.device)
     # draws with a scored token, over all ranks: the rows of the paper
     rows.total = max(all_reduce({"rows": scored.any(2).sum()})["rows"], 1)
     if args.nll_weight:

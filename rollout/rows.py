@@ -57,6 +57,8 @@ class Rows:
         # [R, K, T] bool: shown to the model as [MASK]
         self.masked = torch.nn.functional.pad(masked, hidden)
         self.weights = weights.float()  # [R, K, L] in the estimate or the loss; 0: not scored
+        sequences = torch.arange(len(batch.input_ids), device=batch.input_ids.device)
+        self.sequence = sequences[index]  # [R]: number in the batch
         self.input_ids = batch.input_ids[index]  # [R, T] clean
         self.valid_mask = batch.valid_mask[index]  # [R, T] bool
         self.completion_mask = batch.completion_mask[index]  # [R, L] bool

@@ -38,8 +38,8 @@ class Method(NamedTuple):
 METHODS = {
     "d1": Method(214, {"dream": LORA | TWO}),
     "coupled_grpo": Method(505, {"sdar": MOVES}),
-    "spg": Method(353, {"llada-moe": {"num_iterations": 1, "block_length": 4}}),
-    "stabledrl": Method(495, {"llada": TWO | {"block_length": 4}}),
+    "spg": Method(351, {"llada-moe": {"num_iterations": 1, "block_length": 4}}),
+    "stabledrl": Method(475, {"llada": TWO | {"block_length": 4}}),
     "bgpo": Method(
         471,
         {
@@ -56,7 +56,7 @@ METHODS = {
     "justgrpo": Method(434, {"llada": LORA | TWO | {"denoising_steps": 4, "train_steps": 3}}),
     "dtreerpo": Method(1389, {"llada": LORA | TREES, "sdar": TREES}),
     "tracerl": Method(
-        1430,
+        1411,
         {
             "dream": TRACES | LORA | {"shrink": 2, "row_mean": True},
             "sdar": TRACES | VALUES,
