@@ -98,7 +98,7 @@ def sample_masks(batch, iteration, args):
     u = batch.uniform(iteration, "count", torch.searchsorted(block, block))
     masked, weights = [], []
     for j in range(args.mc_num):
-        noise = batch.uniform(iteration, j)[:, batch.P :]
+        noise = batch.uniform(iteration, j)
         chosen, n, m = choose_in_blocks(c, block, (u + j / args.mc_num) % 1, noise)
         masked.append(chosen | ~c)
         weights.append(chosen * n / m)

@@ -112,7 +112,7 @@ def sample_masks(batch, iteration, args):
     # keyed by the first sample of the group
     u = batch.uniform(iteration, "t", 0)[:: args.num_generations]
     t = (low + (high - low) * u).repeat_interleave(args.num_generations, 0)  # [B, 1]
-    a = batch.uniform(iteration, 0)[:, batch.P :] < t
+    a = batch.uniform(iteration, 0) < t
     parts = torch.stack([torch.ones_like(a), a, ~a], 1)  # [B, 3, L]
     shares = torch.stack([torch.ones_like(t), t, 1 - t], 1)
     return Rows(batch, parts | ~c[:, None], parts * c[:, None] / (2 * shares))

@@ -83,8 +83,8 @@ def sample_masks(batch, iteration, args):
     """
     # >>> shared: method_one_pass
     c = batch.completion_mask
-    hidden = (batch.uniform(iteration, 0) < args.p_mask_prompt) & batch.valid_mask  # [B, T]
-    hidden[:, batch.P :] = False  # of the prompt alone
+    hidden = batch.uniform(iteration, 0, batch.offset) < args.p_mask_prompt  # [B, T]
+    hidden = hidden & batch.valid_mask & (batch.offset < 0)  # of the prompt alone
     rows = Rows(batch, torch.ones_like(c)[:, None], c[:, None])
     rows.masked |= hidden[:, None]
     rows.input_ids = torch.where(hidden, batch.mask_token_id, batch.input_ids)

@@ -107,8 +107,7 @@ def sample_masks(batch, iteration, args):
     masked, weights = [], []
     for j in range(args.mc_num):
         level = (u + (j + share) / args.mc_num) % 1
-        noise = batch.uniform(iteration, j)[:, batch.P :]
-        chosen, n, m = choose_in_blocks(c, block, level, noise)
+        chosen, n, m = choose_in_blocks(c, block, level, batch.uniform(iteration, j))
         masked.append(chosen | ~c)
         weights.append(chosen * n / m)
     return Rows(batch, torch.stack(masked, 1), torch.stack(weights, 1))

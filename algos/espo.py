@@ -107,7 +107,7 @@ def sample_masks(batch, iteration, args):
     t = batch.uniform(iteration, "t", torch.searchsorted(block, block))
     n, masked, weights = block_counts(c, block)[0], [], []
     for j in range(args.mc_num):
-        below = batch.uniform(iteration, j)[:, batch.P :] < (t + j / args.mc_num) % 1
+        below = batch.uniform(iteration, j) < (t + j / args.mc_num) % 1
         for part in (c & below, c & ~below):
             masked.append(part | ~c)
             weights.append(part * (n + 1) / block_counts(part, block)[0].clamp(min=1))

@@ -97,8 +97,7 @@ def sample_masks(batch, iteration, args):
     n = block_counts(c, batch.block_ids)[0].clamp(min=1)
     for j, (x, w) in enumerate(zip(*leggauss(args.mc_num), strict=True)):  # on -1..1
         share = ((x + 1) / 2 * (n - 1) + batch.uniform(iteration, f"u{j}", 0)) / n
-        noise = batch.uniform(iteration, j)[:, batch.P :]
-        chosen, _, m = choose_in_blocks(c, batch.block_ids, share, noise)
+        chosen, _, m = choose_in_blocks(c, batch.block_ids, share, batch.uniform(iteration, j))
         weights.append(chosen * n / m * w / 2)
     weights = torch.stack(weights, 1)
     return Rows(batch, (weights > 0) | ~c[:, None], weights)

@@ -117,7 +117,7 @@ def sample_masks(batch, iteration, args):
     later = ahead & ~work
     if trace.settings["attention"] == "bidirectional":  # a block model sees no later block
         ahead = torch.where(later.any(2, keepdim=True), later, ahead)
-    noise = batch.uniform("ahead", step[..., None])[..., batch.P :].transpose(0, 1)
+    noise = batch.uniform("ahead", step[..., None]).transpose(0, 1)
     masked = (now >= 0) | (replay < 0)
     hidden = masked & ~(ahead & (noise < args.teacher_share))  # from the teacher
     revealed = hit.sum(2, keepdim=True)

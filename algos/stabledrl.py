@@ -110,24 +110,25 @@ def sample_masks(batch, iteration, args):
     in the clean ids too, because a block model attends to those. -> Rows, R = B, K = mc_num
     """
     # >>> shared: method_states
-    c, block, P = batch.completion_mask, batch.block_ids.contiguous(), batch.P
+    c, block = batch.completion_mask, batch.block_ids.contiguous()
     head, n = torch.searchsorted(block, block), batch.trace.settings["block_length"]
     part = (torch.arange(c.shape[1], device=c.device) - head) // n  # block of the rollout
     tokens, _ = block_counts(c, block)
     u, v = (batch.uniform(iteration, key, head) for key in ("block", "count"))
-    hidden = (batch.uniform(iteration, "prompt") < args.p_mask_context) & batch.valid_mask  # [B, T]
-    hidden[:, P:] = False
-    masked, weights = hidden[:, None].repeat(1, args.mc_num, 1), []
+    hidden = batch.uniform(iteration, "prompt", batch.offset) < args.p_mask_context  # [B, T]
+    hidden = hidden & batch.valid_mask & (batch.offset < 0)
+    masked, weights = [], []
     for j in range(args.mc_num):
-        noise, shift = batch.uniform(iteration, j)[:, P:], j / args.mc_num
+        noise, shift = batch.uniform(iteration, j), j / args.mc_num
         picked = ((u + shift) % 1 * (tokens / n).ceil()).floor()
         chosen, *_ = choose_in_blocks(c & (part == picked), block, (v + shift) % 1, noise)
         lightly = (part < picked) & (noise < args.p_mask_context)
         # after the EOS all is masked, so that no later token shows where the end is
-        masked[:, j, P:] = chosen | (part > picked) | lightly | ~c
-        scored = masked[:, j, P:] & c
+        masked.append(chosen | (part > picked) | lightly | ~c)
+        scored = masked[j] & c
         weights.append(scored * tokens / block_counts(scored, block)[0].clamp(min=1))
-    rows = Rows(batch, masked, torch.stack(weights, 1))
+    rows = Rows(batch, torch.stack(masked, 1), torch.stack(weights, 1))
+    rows.masked |= hidden[:, None]
     rows.input_ids = torch.where(hidden, batch.mask_token_id, batch.input_ids)
     return rows
     # <<< shared: method_states

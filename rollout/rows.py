@@ -27,15 +27,19 @@ class Batch:
             {"tokens": self.completion_mask.sum(), "sequences": len(self.input_ids)}
         ).values()
 
+    @property
+    def offset(self):
+        """Of each column [T] from the start of the completion"""
+        return torch.arange(self.input_ids.shape[1], device=self.input_ids.device) - self.P
+
     def uniform(self, iteration, draw, offset=None):
         """Keyed by the step's seed, the sample's index over all ranks, iteration, draw, and the
         offset from the start of the completion, so that left padding changes nothing.
 
-        offset: of some columns, 0 of the first. -> fp64 in [0, 1), [B, T], or what draw and offset
-        broadcast to with [B, 1]
+        offset: of some columns, 0 of the first; None: of the completion. -> fp64 in [0, 1), [B, L],
+        or what draw and offset broadcast to with [B, 1]
         """
-        if offset is None:
-            offset = torch.arange(self.input_ids.shape[1], device=self.input_ids.device) - self.P
+        offset = self.offset[self.P :] if offset is None else offset
         seed, sample = self.trace.settings["seed"], self.trace.sample_index[:, None]
         return keyed_uniform(seed, "masks", sample, iteration, draw, offset)
 

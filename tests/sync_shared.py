@@ -37,11 +37,11 @@ class Method(NamedTuple):
 
 METHODS = {
     "d1": Method(214, {"dream": LORA | TWO}),
-    "coupled_grpo": Method(505, {"sdar": MOVES}),
+    "coupled_grpo": Method(497, {"sdar": MOVES}),
     "spg": Method(351, {"llada-moe": {"num_iterations": 1, "block_length": 4}}),
     "stabledrl": Method(475, {"llada": TWO | {"block_length": 4}}),
     "bgpo": Method(
-        471,
+        463,
         {
             "llada2": LORA | {"mc_num": 2, "lora_merged_rollout": True},
             "sdar-moe": TWO | {"mc_num": 3, "lr_schedule": "cosine"},
@@ -49,9 +49,9 @@ METHODS = {
     ),
     "cj_grpo": Method(565, {"llada": LORA | TWO | EOSER}),
     "mdpo": Method(1195, {"llada": TWO | {"train_steps": 3, "remasking": "rcr"}}, BIDIRECTIONAL),
-    "espo": Method(639, {"llada": TWO | {"ref_sync_steps": 1, "epsilon": 4e-4}}),
-    "gdpo": Method(492, {"sdar": TWO | {"mc_num": 2}}),
-    "ebpo": Method(559, {"sdar": TWO | {"mc_num": 3}}, BLOCK),
+    "espo": Method(631, {"llada": TWO | {"ref_sync_steps": 1, "epsilon": 4e-4}}),
+    "gdpo": Method(481, {"sdar": TWO | {"mc_num": 2}}),
+    "ebpo": Method(548, {"sdar": TWO | {"mc_num": 3}}, BLOCK),
     "wd1": Method(301, {"llada": LORA | TWO | {"psi": 0.5}}),
     "justgrpo": Method(434, {"llada": LORA | TWO | {"denoising_steps": 4, "train_steps": 3}}),
     "dtreerpo": Method(1389, {"llada": LORA | TREES, "sdar": TREES}),
@@ -65,7 +65,7 @@ METHODS = {
     ),
     "tpg": Method(367, {"sdar": TWO | {"denoising_steps": 4, "train_steps": 3, "beta": 0.1}}),
     "opsd": Method(
-        842, {"llada": LORA | TWO | {"block_length": 4}, "sdar": TWO | {"learning_rate": 1e-5}}
+        834, {"llada": LORA | TWO | {"block_length": 4}, "sdar": TWO | {"learning_rate": 1e-5}}
     ),
     "sft": Method(
         2169,
@@ -79,7 +79,7 @@ METHODS = {
         },
     ),
     "distill": Method(
-        1105, {"llada": LORA | OWN | {"blocks": (4, 8)}, "sdar": OWN | {"masks": "random"}}
+        1069, {"llada": LORA | OWN | {"blocks": (4, 8)}, "sdar": OWN | {"masks": "random"}}
     ),
 }
 OFFLINE = ("sft", "vrpo", "distill")

@@ -101,7 +101,7 @@ def drawn(module, u, noise, **fields):
     ids, c = torch.tensor(PROMPT + COMPLETION + [0] * 3), torch.arange(12) < 9
     batch = made_batch(*(x.expand(len(u), -1) for x in (ids, c, BLOCKS)))
     orders = {1: noise.flip(1)}
-    order = lambda key: orders.get(key, noise).repeat(1, 5)[:, :18]
+    order = lambda key: orders.get(key, noise).repeat(1, 4)[:, 2:14]
     batch.uniform = lambda iteration, key, *at: u[:, None] if at else order(key)
     return module.sample_masks(batch, 0, small_args(module, p_mask_context=0.0, **fields))
 
