@@ -71,9 +71,6 @@ class Args(RolloutFlags):
     """mask draws per sequence, K (the paper's n: 16, sudoku 32)"""
     beta = 0.0  # no KL: not a flag
 
-    def num_draws(self, replays):
-        return self.mc_num
-
 
 # What differs on the tiny models, and on others where all weights train.
 BY_SIZE = {

@@ -82,9 +82,6 @@ class Args(RolloutFlags):
     train_steps: int = 0
     """denoising steps scored, chosen at random in every update, without bias (ours); 0: all"""
 
-    def num_draws(self, replays):
-        return min(self.train_steps or replays, replays)
-
 
 # What differs on the tiny models, with all weights, and on real bidirectional models.
 # The rate of all weights is ours.

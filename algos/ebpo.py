@@ -78,9 +78,6 @@ class Args(RolloutFlags):
     beta = 0.0  # no KL: not a flag
     RANGES = {"epsilon": (0, 0.999)}
 
-    def num_draws(self, replays):
-        return self.mc_num
-
 
 # What differs on the tiny models, and on others where all weights train.
 BY_SIZE = {

@@ -75,9 +75,6 @@ class Args(RolloutFlags):
     """times of the quadrature, one mask for each (paper's tables: 3; Block-R1: 2)"""
     beta = 0.0  # no KL: not a flag
 
-    def num_draws(self, replays):
-        return self.mc_num
-
 
 # What differs on the tiny models.
 BY_SIZE = {"tiny": TINY | {"num_iterations": 2}}

@@ -78,9 +78,6 @@ class Args(RolloutFlags):
     remasking: Literal["sequential"] = "sequential"
     """left to right"""
 
-    def num_draws(self, replays):
-        return min(self.train_steps or replays, replays)
-
 
 # What differs on the tiny models, with all weights, and on real bidirectional models.
 BY_SIZE = {

@@ -88,9 +88,6 @@ class Args(RolloutFlags):
     )
     """which masked tokens a step reveals; rcr (Running Confidence Remasking) may mask them again"""
 
-    def num_draws(self, replays):
-        return min(self.train_steps or replays, replays)
-
 
 # What differs on the tiny models, with all weights, and on real bidirectional models.
 BY_SIZE = {

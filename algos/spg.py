@@ -82,9 +82,6 @@ class Args(RolloutFlags):
     beta = 0.0  # no KL: not a flag
     RANGES = {"mc_num": 2, "omega": (0, 1), "eubo_beta": 1}
 
-    def num_draws(self, replays):
-        return self.mc_num
-
 
 # What differs on the tiny models, and on others where all weights train.
 # All weights: the paper's 2e-7 to 3e-7.

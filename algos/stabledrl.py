@@ -86,9 +86,6 @@ class Args(RolloutFlags):
     beta = 0.0  # no KL: not a flag
     RANGES = {"mc_num": 2, "omega": (0, 1), "eubo_beta": 1, "clip_ratio": 1}
 
-    def num_draws(self, replays):
-        return self.mc_num
-
 
 # What differs on the tiny models, and on others where all weights train.
 # All weights: the official config of GSM8K.

@@ -73,9 +73,6 @@ class Args(RolloutFlags):
     train_steps: int = 8
     """denoising steps scored, n, chosen at random in every update, without bias; 0: all"""
 
-    def num_draws(self, replays):
-        return min(self.train_steps or replays, replays)
-
 
 # What differs on the tiny models, with all weights, and on real bidirectional models.
 # All weights: BGPO's rate.

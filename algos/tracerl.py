@@ -100,8 +100,7 @@ class Args(RolloutFlags):
     RANGES = {"shrink": 1}
 
     def num_draws(self, replays):
-        rounds = -(-replays // self.shrink)  # rounded up
-        return min(self.train_steps or rounds, rounds)
+        return super().num_draws(-(-replays // self.shrink))  # rounds, rounded up
 
 
 # What differs on the tiny models, with all weights, and on real bidirectional models.

@@ -38,32 +38,32 @@ class Method(NamedTuple):
 METHODS = {
     "d1": Method(214, {"dream": LORA | TWO}),
     "coupled_grpo": Method(497, {"sdar": MOVES}),
-    "spg": Method(351, {"llada-moe": {"num_iterations": 1, "block_length": 4}}),
-    "stabledrl": Method(475, {"llada": TWO | {"block_length": 4}}),
+    "spg": Method(339, {"llada-moe": {"num_iterations": 1, "block_length": 4}}),
+    "stabledrl": Method(463, {"llada": TWO | {"block_length": 4}}),
     "bgpo": Method(
-        463,
+        451,
         {
             "llada2": LORA | {"mc_num": 2, "lora_merged_rollout": True},
             "sdar-moe": TWO | {"mc_num": 3, "lr_schedule": "cosine"},
         },
     ),
-    "cj_grpo": Method(565, {"llada": LORA | TWO | EOSER}),
-    "mdpo": Method(1195, {"llada": TWO | {"train_steps": 3, "remasking": "rcr"}}, BIDIRECTIONAL),
+    "cj_grpo": Method(546, {"llada": LORA | TWO | EOSER}),
+    "mdpo": Method(1176, {"llada": TWO | {"train_steps": 3, "remasking": "rcr"}}, BIDIRECTIONAL),
     "espo": Method(631, {"llada": TWO | {"ref_sync_steps": 1, "epsilon": 4e-4}}),
-    "gdpo": Method(481, {"sdar": TWO | {"mc_num": 2}}),
-    "ebpo": Method(548, {"sdar": TWO | {"mc_num": 3}}, BLOCK),
+    "gdpo": Method(469, {"sdar": TWO | {"mc_num": 2}}),
+    "ebpo": Method(536, {"sdar": TWO | {"mc_num": 3}}, BLOCK),
     "wd1": Method(301, {"llada": LORA | TWO | {"psi": 0.5}}),
-    "justgrpo": Method(434, {"llada": LORA | TWO | {"denoising_steps": 4, "train_steps": 3}}),
+    "justgrpo": Method(415, {"llada": LORA | TWO | {"denoising_steps": 4, "train_steps": 3}}),
     "dtreerpo": Method(1389, {"llada": LORA | TREES, "sdar": TREES}),
     "tracerl": Method(
-        1411,
+        1406,
         {
             "dream": TRACES | LORA | {"shrink": 2, "row_mean": True},
             "sdar": TRACES | VALUES,
             "llada2": FAST,
         },
     ),
-    "tpg": Method(367, {"sdar": TWO | {"denoising_steps": 4, "train_steps": 3, "beta": 0.1}}),
+    "tpg": Method(348, {"sdar": TWO | {"denoising_steps": 4, "train_steps": 3, "beta": 0.1}}),
     "opsd": Method(
         834, {"llada": LORA | TWO | {"block_length": 4}, "sdar": TWO | {"learning_rate": 1e-5}}
     ),
