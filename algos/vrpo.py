@@ -96,7 +96,6 @@ class Batch:
     # [B, T] likelihood block: its tokens are predicted jointly, given the blocks before it
     block_ids: torch.Tensor
     sample_index: torch.Tensor  # [B] index in the step, over all ranks: keys the draws
-    mask_token_id: int
     seed: int
     step: int
     num_pairs: float  # of the step on all ranks
@@ -232,7 +231,6 @@ def make_batch(pairs, first, args, model, step, device):
         answer_mask,
         model.grid(valid_mask)[1],
         2 * first + torch.arange(len(rows), device=device),
-        model.mask_token_id,
         args.seed,
         step,
         num_pairs=args.batch_size,
@@ -252,7 +250,7 @@ def draw_batch(stream, model, device, step, args):
 def draw_elbos(model, batch, masks, rows):
     """The only forward in training: one-draw ELBOs of R sequences. -> [R, n] fp32"""
     input_ids, weights = batch.input_ids[rows], masks.weights[rows]
-    noisy_ids = torch.where(masks.masked[rows], batch.mask_token_id, input_ids[:, None])
+    noisy_ids = torch.where(masks.masked[rows], model.mask_token_id, input_ids[:, None])
     logps = model.logps(input_ids, noisy_ids, weights != 0, batch.valid_mask[rows])
     return (weights.to(logps.dtype) * logps).sum(2)
 
@@ -286,11 +284,6 @@ def backward(model, batch, masks, ref_elbos, args):
     return sums
 
 
-def held_out_args(args):
-    """Fields with which held-out pairs are drawn and scored: the same whatever the training's."""
-    return replace(args, mc_num=HELD_OUT_DRAWS, masks_per_timestep=1)
-
-
 def held_out_draws(pairs, args, model, reference, device):
     """This rank's held-out pairs, draws, and reference values there. -> Batch, Masks, [B, n]
 
@@ -302,7 +295,7 @@ def held_out_draws(pairs, args, model, reference, device):
     mine = [pairs[min(i, len(pairs) - 1)] for i in range(first, first + share)]
     # no training step is -1
     batch = replace(make_batch(mine, first, args, model, -1, device), num_pairs=len(pairs))
-    masks = sample_masks(batch, held_out_args(args), "held")
+    masks = sample_masks(batch, args, "held")
     return batch, masks, elbo_values(reference, batch, masks, args)
 
 
@@ -310,7 +303,7 @@ def held_out_metrics(model, batch, masks, ref_elbos, prefix, args):
     """Share of held-out pairs with a positive margin, and the mean margin. Collective."""
     real = int((batch.sample_index < 2 * batch.num_pairs).sum())
     elbos = elbo_values(model, batch, masks, args)[:real]
-    _, metrics = preference_loss(elbos, ref_elbos[:real], batch, held_out_args(args))
+    _, metrics = preference_loss(elbos, ref_elbos[:real], batch, args)
     names = "accuracy", "margin"
     return all_reduce({f"reward/{prefix}_{name}": metrics[f"reward/{name}"] for name in names})
 
@@ -342,9 +335,10 @@ def main(args):
     run.say(held_out.facts)
     # <<< shared: offline_start
     run.say("\n".join(pairs.report(f"{split} pairs") for split, pairs in compared.items()))
+    held = replace(args, mc_num=HELD_OUT_DRAWS, masks_per_timestep=1)
     with adapters_off(ref or model) as reference:
         compared = {
-            split: held_out_draws(pairs, args, model, reference, device)
+            split: held_out_draws(pairs, held, model, reference, device)
             for split, pairs in compared.items()
             if pairs
         }
@@ -352,7 +346,7 @@ def main(args):
     def score(split, name):
         metrics = held_out.score(engine, split, name, model)
         if split in compared:
-            metrics |= held_out_metrics(model, *compared[split], name, args)
+            metrics |= held_out_metrics(model, *compared[split], name, held)
         return metrics
 
     if engine and not run.start:

@@ -170,7 +170,7 @@ def test_the_law_of_the_masks(module):
     args = small_args(module, p_mask_context=0.0, mc_num=3)
     for iteration in range(2):
         if module is vrpo:
-            pairs = vrpo.Batch(blocks, c, c, blocks, torch.arange(n), MASK, 3, iteration, n, n)
+            pairs = vrpo.Batch(blocks, c, c, blocks, torch.arange(n), 3, iteration, n, n)
             masked = vrpo.sample_masks(pairs, args).masked
         else:
             batch = made_batch(blocks, c, blocks)
