@@ -52,7 +52,7 @@ TINY = {  # what every method takes on the tiny models
 # isort: split
 from dataclasses import replace
 
-from distributed.groups import all_reduce
+from distributed.groups import over_ranks
 from models.value import load_value_model
 
 
@@ -137,10 +137,10 @@ def sample_masks(batch, iteration, args):
     rows = Rows(batch, (rounds >= k) | (rounds < 0), scored / size)
     rows.advantages = mine.float()  # those of a trained group count, even where theirs is 0
     # draws with a scored token, over all ranks: the rows of the paper
-    rows.total = max(all_reduce({"rows": scored.any(2).sum()})["rows"], 1)
+    rows.total = max(over_ranks(scored.any(2).sum()), 1)
     if args.nll_weight:
         right = (batch.rewards >= 1).float()
-        rows.right = right / (all_reduce({"": rows.weights.sum((1, 2)) @ right})[""] or 1)  # [B]
+        rows.right = right / (over_ranks(rows.weights.sum((1, 2)) @ right) or 1)  # [B]
     return rows.subsample(args.num_draws(num_replays), iteration)
 
 

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from distributed.groups import StepMetrics, all_reduce, rank_share, setup_distributed
+from distributed.groups import StepMetrics, over_ranks, rank_share, setup_distributed
 from distributed.sequence import data_rank
 from distributed.sharding import reduce_gradients, register_forwards, sharding
 from models import adapters_off, add_lora, load_weights, meta_model, router_metrics, set_speed
@@ -234,7 +234,7 @@ def make_batch(pairs, first, args, model, step, device):
         args.seed,
         step,
         num_pairs=args.batch_size,
-        num_tokens=all_reduce({"tokens": answer_mask[0::2].sum()})["tokens"],
+        num_tokens=over_ranks(answer_mask[0::2].sum()),
     )
 
 
@@ -304,8 +304,8 @@ def held_out_metrics(model, batch, masks, ref_elbos, prefix, args):
     real = int((batch.sample_index < 2 * batch.num_pairs).sum())
     elbos = elbo_values(model, batch, masks, args)[:real]
     _, metrics = preference_loss(elbos, ref_elbos[:real], batch, args)
-    names = "accuracy", "margin"
-    return all_reduce({f"reward/{prefix}_{name}": metrics[f"reward/{name}"] for name in names})
+    mean = lambda name: over_ranks(metrics[f"reward/{name}"])
+    return {f"reward/{prefix}_{name}": mean(name) for name in ("accuracy", "margin")}
 
 
 def load_pairs(held_out, model, args):
@@ -362,8 +362,8 @@ def main(args):
         if args.evaluates(step + 1):
             with clock("eval"):
                 metrics |= score("validation", "eval")
-        tokens = all_reduce({"tokens": batch.valid_mask.sum()})["tokens"]
-        metrics |= {"speed/tokens_per_s": tokens / clock["time/update"]} | routing
+        rate = over_ranks(batch.valid_mask.sum()) / clock["time/update"]
+        metrics |= {"speed/tokens_per_s": rate} | routing
         run.end_step(metrics)
     if engine and not run.stopped:
         run.write(args.max_steps, score("test", "test"))

@@ -48,7 +48,7 @@ METHODS = {
         },
     ),
     "cj_grpo": Method(546, {"llada": LORA | TWO | EOSER}),
-    "mdpo": Method(1176, {"llada": TWO | {"train_steps": 3, "remasking": "rcr"}}, BIDIRECTIONAL),
+    "mdpo": Method(1169, {"llada": TWO | {"train_steps": 3, "remasking": "rcr"}}, BIDIRECTIONAL),
     "espo": Method(631, {"llada": TWO | {"ref_sync_steps": 1, "epsilon": 4e-4}}),
     "gdpo": Method(469, {"sdar": TWO | {"mc_num": 2}}),
     "ebpo": Method(536, {"sdar": TWO | {"mc_num": 3}}, BLOCK),
@@ -56,7 +56,7 @@ METHODS = {
     "justgrpo": Method(415, {"llada": LORA | TWO | {"denoising_steps": 4, "train_steps": 3}}),
     "dtreerpo": Method(1389, {"llada": LORA | TREES, "sdar": TREES}),
     "tracerl": Method(
-        1406,
+        1392,
         {
             "dream": TRACES | LORA | {"shrink": 2, "row_mean": True},
             "sdar": TRACES | VALUES,
@@ -72,7 +72,7 @@ METHODS = {
         {"dream": LORA | {"cart_p": 0.2}, "sdar": {"pack_length": 128, "max_length": 100}},
     ),
     "vrpo": Method(
-        2182,
+        2176,
         {
             "llada": LORA | {"mc_num": 2, "micro_batch_size": 8, "share_masks": False},
             "sdar": {"mc_num": 2, "masks_per_timestep": 2, "micro_batch_size": 8},
