@@ -57,9 +57,9 @@ class Rows:
         of each row; default: row r is sequence r
         """
         self.batch = batch
-        hidden = (batch.input_ids.shape[1] - masked.shape[2], 0)  # columns of the prompt
+        prompt = batch.input_ids.shape[1] - masked.shape[2]
         # [R, K, T] bool: shown to the model as [MASK]
-        self.masked = torch.nn.functional.pad(masked, hidden)
+        self.masked = torch.nn.functional.pad(masked, (prompt, 0))
         self.weights = weights.float()  # [R, K, L] in the estimate or the loss; 0: not scored
         sequences = torch.arange(len(batch.input_ids), device=batch.input_ids.device)
         self.sequence = sequences[index]  # [R]: number in the batch
