@@ -347,7 +347,7 @@ def main(args):
     run.begin(engine, model)
     # <<< shared: load
     if args.value_model:
-        critic = load_value_model(args.model, model, optimizer, parallelize, args)
+        critic = load_value_model(build_policy(device, args), device, optimizer, parallelize, args)
         run.saves.include(*critic, run.start)
     for step, clock in run.steps():
         # >>> shared: rollout

@@ -56,7 +56,7 @@ METHODS = {
     "justgrpo": Method(415, {"llada": LORA | TWO | {"denoising_steps": 4, "train_steps": 3}}),
     "dtreerpo": Method(1389, {"llada": LORA | TREES, "sdar": TREES}),
     "tracerl": Method(
-        1392,
+        1395,
         {
             "dream": TRACES | LORA | {"shrink": 2, "row_mean": True},
             "sdar": TRACES | VALUES,
