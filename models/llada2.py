@@ -76,8 +76,11 @@ class MoE(SoftmaxMoE):
     """
 
     def __init__(self, config):
-        super().__init__(config, config.moe_intermediate_size, with_bias=True)
+        super().__init__(config, config.moe_intermediate_size)
         self.config = config
+        # in the checkpoint, but without gradient
+        bias = torch.zeros(config.num_experts, dtype=torch.float32)
+        self.gate.register_buffer("expert_bias", bias)
         shared_size = config.moe_intermediate_size * config.num_shared_experts
         self.shared_experts = MLP(config.hidden_size, shared_size)
 
