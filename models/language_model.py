@@ -65,10 +65,6 @@ class LanguageModel(nn.Module):
         head = self.value_head
         return [one for one in self.modules() if isinstance(one, Router) or one is head]
 
-    def head(self, hidden):
-        """hidden [..., D] -> logits [..., V] in the dtype of the model"""
-        return self.lm_head(hidden)
-
     def frequency(self, exponent):
         """exponents 2 j / r [r / 2] fp32 of rotary dimensions -> radians a position"""
         return 1 / self.config.rope_theta**exponent
@@ -113,7 +109,7 @@ class LanguageModel(nn.Module):
         attention_mask [B, T] bool: False on padding, which is never a key, so a padded row gives
         the logits of the row alone.
         """
-        return self.head(self.predictions(input_ids, all_valid(attention_mask, input_ids)))
+        return self.lm_head(self.predictions(input_ids, all_valid(attention_mask, input_ids)))
 
     def logps(
         self, input_ids, noisy_ids, score_mask, valid_mask=None, temperature=1.0, entropy=False,

@@ -18,7 +18,6 @@ from models.config import DecoderKeys, Objective
 from models.experts import SoftmaxMoE
 from models.language_model import BlockCausal
 from models.layers import MLP, Block, RMSNorm, project, rotate_and_attend
-from models.logps import at_least_fp32
 
 
 @dataclass(frozen=True)
@@ -116,8 +115,3 @@ class LLaDA2(BlockCausal):
         config, is_dense = self.config, layer < self.config.first_k_dense_replace
         mlp = MLP(config.hidden_size, config.intermediate_size) if is_dense else MoE(config)
         return Block(config, Attention(config, layer), mlp, RMSNorm, "attention")
-
-    def head(self, hidden):
-        """hidden [..., D] -> logits [..., V], cast to at least fp32 after the product"""
-        logits = self.lm_head(hidden)
-        return logits.to(at_least_fp32(logits))
