@@ -595,7 +595,7 @@ class Engine:
         """hidden [M, D], uniform [M] -> tokens, logps, confidence [M]. The mask is never drawn."""
         parts, temperature, rule = [], settings["temperature"], settings["remasking"]
         for some, u in zip(hidden.split(HEAD_ROWS), uniform.split(HEAD_ROWS), strict=True):
-            logits = self.model.head(some)
+            logits = self.model.lm_head(some)
             logits[:, self.model.mask_token_id] = -math.inf
             if settings["eos_policy"] == "suppress":
                 logits[:, settings["eos_token_ids"]] = -math.inf

@@ -71,7 +71,7 @@ class RunFlags:
     # memory and speed
     micro_batch_size: int = 0
     """sequences per forward, rows x draws; 0: the most that fit; does not change the gradient"""
-    attention: Literal["auto", "sdpa", "flex", "varlen", "flash-attn"] = "auto"
+    attention: Literal["auto", "sdpa", "flex", "varlen"] = "auto"
     """attention backend in training; auto: the fastest measured for the model's pattern"""
     activation_checkpointing: bool = False
     """recompute every block in the backward pass: less memory, a third more compute"""
@@ -121,8 +121,12 @@ class RunFlags:
         return command_line(cls, by_size)
 
     def num_draws(self, replays):
-        """Noisy copies of a sequence in a step. replays: denoising steps that can be replayed"""
-        return 1
+        """Noisy copies of a sequence in a step: --mc-num, or else one. Where denoising steps are
+        replayed, of which there are `replays`: --train-steps of them, 0: all
+        """
+        if hasattr(self, "train_steps"):
+            return min(self.train_steps or replays, replays)
+        return getattr(self, "mc_num", 1)
 
     @property
     def lora(self):

@@ -216,7 +216,7 @@ def naive_logits(model, ids, fresh, stored):
     hidden = model.hidden(torch.tensor([ids]), torch.arange(len(ids))[None], attend)[0]
     if getattr(model, "shift", False):  # Dream: token i is predicted where token i - 1 is
         hidden = torch.stack([hidden[max(i - 1, 0)] for i in range(len(ids))])
-    return model.head(hidden)
+    return model.lm_head(hidden)
 
 
 def naive_shares(steps):
