@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from functools import cache, partial
+from importlib.util import find_spec
 from inspect import signature
 
 import torch
@@ -147,16 +148,12 @@ def flex(visibility):
     return lambda q, k, v: kernel(q, k, v, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
 
 
-def varlen(visibility):
-    """torch's own FlashAttention 2 gets the valid tokens alone, [N, H, h], row by row.
+def packed(visibility, kernel):
+    """kernel(q, k, v, cu_q, cu_k, max_q, max_k) gets the N valid tokens alone, [N, H, h], row by
+    row.
 
     Padding gives 0. Each document of a row is a sequence of its own.
     """
-    from torch.nn.attention.varlen import varlen_attn  # imports torch._dynamo: 0.7 s
-
-    # torch 2.11 takes fewer key heads without enable_gqa, later versions only with it.
-    takes_gqa = "enable_gqa" in signature(varlen_attn).parameters
-    kernel = partial(varlen_attn, enable_gqa=True) if takes_gqa else varlen_attn
     valid, document = visibility.valid, visibility.document
     sequence = torch.arange(len(valid), device=valid.device)[:, None].expand_as(valid)
     if document is not None:
@@ -175,17 +172,34 @@ def varlen(visibility):
     return attend
 
 
+def varlen(visibility):
+    """torch's own FlashAttention 2 over packed rows."""
+    from torch.nn.attention.varlen import varlen_attn  # imports torch._dynamo: 0.7 s
+
+    # torch 2.11 takes fewer key heads without enable_gqa, later versions only with it.
+    takes_gqa = "enable_gqa" in signature(varlen_attn).parameters
+    return packed(visibility, partial(varlen_attn, enable_gqa=True) if takes_gqa else varlen_attn)
+
+
+def flash_attn(visibility):
+    """The flash-attn package over packed rows."""
+    from flash_attn import flash_attn_varlen_func
+
+    return packed(visibility, flash_attn_varlen_func)
+
+
 # --- the choice ----------------------------------------------------------------------------------
 
 RAGGED, HALF = PATTERNS[:3], (torch.bfloat16, torch.float16)
-BACKENDS = {"sdpa": sdpa, "flex": flex, "varlen": varlen}
+BACKENDS = {"sdpa": sdpa, "flex": flex, "varlen": varlen, "flash-attn": flash_attn}
+HAS_FLASH_ATTN = find_spec("flash_attn") is not None
 
 # "auto" on CUDA: (backend, from so many tokens S a row). Shorter rows, cases that BACKENDS refuses,
 # and CPUs get sdpa. Measured on one H200 (torch 2.11, bf16, 32 heads of 128
 # over 8; full and padded over 32), forward + backward in ms a layer. Flex also took 7 to 8 ms a
 # forward to make its BlockMask (11 to 14 with documents) before that was compiled.
-#   full B16 S512           sdpa (cuDNN) 0.70    varlen 1.09
-#   padded B16 S512         sdpa         1.05    varlen 1.98   flex 1.41
+#   full B16 S512           sdpa (cuDNN) 0.70    varlen 1.09   flash-attn 1.01
+#   padded B16 S512         sdpa         1.05    varlen 1.98   flash-attn 1.93   flex 1.41
 #   block-causal B16        S512: sdpa   1.02    flex   1.21   S1280: sdpa  5.1   flex 4.3
 #   copies B16              S1024: sdpa  3.4     flex   2.7    S2560: sdpa 19.8   flex 9.2
 # Packed documents of 180 to 192 tokens, 8,192 in all (--packed). varlen computes only pairs within
@@ -193,9 +207,9 @@ BACKENDS = {"sdpa": sdpa, "flex": flex, "varlen": varlen}
 # about 1150. A row of 512 tokens and its copy have about 1,000 tokens, because blocks without a
 # scored token are left out; hence 960. With such rows a step of SDAR-30B took 0.71 s with sdpa,
 # 0.66 s with flex; a layer alone was not measured below S 1024.
-#   packed B16 S512         sdpa         1.07    varlen 2.04   flex 1.36
-#   packed B8 S1024         sdpa         1.77    varlen 1.98   flex 1.66
-#   packed B2 S4096         sdpa         6.27    varlen 2.03   flex 1.68
+#   packed B16 S512         sdpa         1.07    varlen 2.04   flash-attn 2.00   flex 1.36
+#   packed B8 S1024         sdpa         1.77    varlen 1.98   flash-attn 1.97   flex 1.66
+#   packed B2 S4096         sdpa         6.27    varlen 2.03   flash-attn 1.99   flex 1.68
 #   copies of documents     S1024: sdpa  3.34    flex   2.52   S8192: sdpa 24.9   flex 2.63
 AUTO = {
     "full": ("sdpa", 0), "padded": ("sdpa", 0), "packed": ("varlen", 1152),
@@ -207,7 +221,9 @@ def refusal(name, pattern, device="cuda", dtype=torch.bfloat16):
     """-> why a backend cannot do this, or None: sdpa can do everything"""
     if name == "sdpa":
         return None
-    if name == "varlen" and pattern not in RAGGED:
+    if name == "flash-attn" and not HAS_FLASH_ATTN:
+        return "is not installed"
+    if name != "flex" and pattern not in RAGGED:
         return f"has no {pattern} pattern"
     if device != "cuda":
         return f"does not run on {device}"

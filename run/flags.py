@@ -71,7 +71,7 @@ class RunFlags:
     # memory and speed
     micro_batch_size: int = 0
     """sequences per forward, rows x draws; 0: the most that fit; does not change the gradient"""
-    attention: Literal["auto", "sdpa", "flex", "varlen"] = "auto"
+    attention: Literal["auto", "sdpa", "flex", "varlen", "flash-attn"] = "auto"
     """attention backend in training; auto: the fastest measured for the model's pattern"""
     activation_checkpointing: bool = False
     """recompute every block in the backward pass: less memory, a third more compute"""

@@ -2,6 +2,8 @@
 and official code; the refusals.
 """
 
+import sys
+import types
 from contextlib import ExitStack
 from functools import partial
 
@@ -18,7 +20,9 @@ from models.layers import set_speed
 
 
 def by_rows(q, k, v, cu_q, cu_k, max_q, max_k, enable_gqa=True):
-    """What varlen_attn does, one row after the other: [N, H, h], bounds [B + 1] int32."""
+    """What varlen_attn and flash_attn_varlen_func do, one row after the other: [N, H, h], bounds [B
+    + 1] int32.
+    """
     assert cu_q.dtype == cu_k.dtype == torch.int32 and cu_q.tolist() == cu_k.tolist()
     assert cu_q[0] == 0 and cu_q[-1] == len(q) == len(k) == len(v)
     assert max_q == max_k == cu_q.diff().max()
@@ -29,18 +33,22 @@ def by_rows(q, k, v, cu_q, cu_k, max_q, max_k, enable_gqa=True):
 
 @pytest.mark.parametrize("family", ["llada", "dream"])  # as many key heads as query heads, fewer
 @pytest.mark.parametrize("side", [None, "left", "scattered"])
-def test_varlen_gives_the_values_and_gradients_of_sdpa(monkeypatch, family, side):
-    """With a loop in place of its kernel; also where a row holds several documents."""
+def test_packed_backends_give_the_values_and_gradients_of_sdpa(monkeypatch, family, side):
+    """With a loop in place of their kernel; also where a row holds several documents."""
+    package = types.ModuleType("flash_attn")
+    package.flash_attn_varlen_func = by_rows
+    monkeypatch.setitem(sys.modules, "flash_attn", package)
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", by_rows)
     monkeypatch.setattr(attention, "refusal", lambda *_: None)
     model, rows = small(family), ragged([14, 3, 9] if side else [14] * 3, side or "left")
     for documents in None, torch.arange(14).expand(3, 14) // 5:
         seen = []
-        for model.attention_backend in ("sdpa", "varlen"):
+        for model.attention_backend in ("sdpa", "varlen", "flash-attn"):
             values = model.logps(*rows, document_ids=documents)
             loss = (values * torch.arange(values.numel()).view(values.shape).cos()).sum()
             seen.append([values, *torch.autograd.grad(loss, list(model.parameters()))])
-        torch.testing.assert_close(*seen, atol=1e-10, rtol=1e-8)
+        for other in seen[1:]:
+            torch.testing.assert_close(other, seen[0], atol=1e-10, rtol=1e-8)
 
 
 @pytest.mark.parametrize("S, padding, trusted", [(704, 1, 0), (64, 1, 0), (768, 1, 1), (704, 0, 1)])
@@ -116,9 +124,11 @@ def test_blocks_compile_once_for_all_sizes(monkeypatch, compiler, backend):
     [
         ("flex", "block-causal", "cpu", "not run on cpu; .* block-causal .*: sdpa$"),
         ("varlen", "block-causal", "cuda", "no block-causal pattern; .*: sdpa, flex$"),
+        ("flash-attn", "bidirectional", "cuda", "not installed; .*: sdpa, flex, varlen$"),
     ],
 )
-def test_the_check_at_start_up(backend, kind, device, words):
-    """It names what works on that device, nothing else."""
+def test_the_check_at_start_up(monkeypatch, backend, kind, device, words):
+    """It names what works on that device and is installed, nothing else."""
+    monkeypatch.setattr(attention, "HAS_FLASH_ATTN", False)
     with pytest.raises(SystemExit, match=f"^--attention {backend} .*{words}"):
         attention.check_backend(backend, kind, device)
