@@ -25,15 +25,12 @@ and an early exit win nothing.
 import itertools
 import json
 import os
-import select
 import subprocess
 import sys
 import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-
-from evals.sandbox_child import send
 
 CHILD = Path(__file__).with_name("sandbox_child.py")
 MAX_CODE = 1_000_000  # characters of a program; longer ones are not run
@@ -148,7 +145,6 @@ def _supervised(job, without):
     environment = {
         "PATH": "/usr/local/bin:/usr/bin:/bin",
         "HOME": "/",
-        "PYTHONHASHSEED": "0",
         "LANG": "C.UTF-8",
         "TZ": "UTC",
     }
@@ -156,37 +152,29 @@ def _supervised(job, without):
     python = getattr(sys, "_base_executable", sys.executable)
     with subprocess.Popen(
         [python, "-I", "-S", "-B", str(CHILD), json.dumps(settings)],
-        stdin=subprocess.PIPE,  # stays open: its end tells that we are gone
-        stdout=subprocess.PIPE,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,  # its end tells that we are gone
         stderr=subprocess.PIPE,
         cwd="/",
         env=environment,
         start_new_session=True,
         umask=0o022,
-        bufsize=0,
     ) as process:
-        answered = None
+        said = errors = b""
         try:
-            with (
-                suppress(BrokenPipeError),
-                open(process.stdin.fileno(), "wb", closefd=False) as sent,
-            ):
-                send(sent, sources)
-            poll = select.poll()
-            poll.register(process.stdout, select.POLLIN)
-            answered = poll.poll((job.timeout + GRACE) * 1000)
-        finally:
-            if not answered:  # an interrupt, or a supervisor that hangs
-                process.stdin.close()
-                with suppress(subprocess.TimeoutExpired):
-                    process.wait(GRACE)
-                process.kill()
-        try:  # it answers as it ends, in less than a pipe holds
-            return Result(*json.loads(process.stdout.read()))
-        except ValueError:  # it is empty, or cut off
-            lines = process.stderr.read().decode(errors="replace").splitlines()
-        status = process.wait()
-        said = lines[-1] if lines else f"exit {status}"
-        if status > 0:  # by itself: of an error before the program began
-            raise OSError(said)
-        return Result("lost", said)
+            sent = json.dumps(sources).encode() + b"\n"
+            said, errors = process.communicate(sent, job.timeout + GRACE)
+        except subprocess.TimeoutExpired:  # a supervisor that hangs
+            pass
+        finally:  # an interrupt, too
+            process.stdout.close()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(GRACE)
+            process.kill()
+    try:
+        return Result(*json.loads(said))
+    except ValueError:  # it is empty, or cut off
+        why = [f"exit {process.returncode}", *errors.decode(errors="replace").splitlines()][-1]
+    if process.returncode > 0:  # by itself: of an error before the program began
+        raise OSError(why)
+    return Result("lost", why)

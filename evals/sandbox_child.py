@@ -457,11 +457,11 @@ def watch(job, group, verdict):
     gone."""
     poll = select.poll()
     poll.register(verdict, select.POLLIN)
-    poll.register(0, 0)  # its end alone: the tests read it
+    poll.register(1, 0)  # nobody reads it: an error
     deadline, pause = time.monotonic() + job["timeout"], WATCH
     while (left := deadline - time.monotonic()) > 0:
         ready = dict(poll.poll(1000 * min(pause, left)))
-        if 0 in ready:
+        if 1 in ready:
             return None
         if ready:
             try:
@@ -477,7 +477,7 @@ def watch(job, group, verdict):
 
 def supervise():
     """One job: settings in the last argument, program and tests on stdin, result on stdout. Ends
-    everything when stdin ends, because then the caller is gone."""
+    everything when nobody reads that, because then the caller is gone."""
     job = json.loads(sys.argv.pop())
     write("/proc/self/oom_score_adj", "1000")  # short of memory, the kernel takes these first
     with open("/proc/loadavg") as file:
