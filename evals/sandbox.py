@@ -90,17 +90,15 @@ class Result:
         return self.reason == "passed"
 
 
-def run(job, without=()):
+def run(job):
     """Run the program of a Job to its end. -> Result. SandboxError where the sandbox cannot start
     it; never for what a program does. Other programs may hold what it lacks, so it tries again.
-
-    without: walls to do without, for tests: "namespaces", "landlock".
     """
     if len(job.code) > MAX_CODE:
         return Result("long", f"{len(job.code)} characters")
     for pause in PAUSES:
         try:
-            result = _supervised(job, without)
+            result = _supervised(job)
             break
         except OSError as error:
             if not pause:
@@ -112,7 +110,7 @@ def run(job, without=()):
     elif job == EMPTY:
         raise SandboxError(f"sandbox: its supervisor is killed ({result.detail})")
     else:
-        run(EMPTY, without)  # raises if the fault is the sandbox's own
+        run(EMPTY)  # raises if the fault is the sandbox's own
     return result
 
 
@@ -134,12 +132,12 @@ def in_threads(function, *columns):
         raise
 
 
-def _supervised(job, without):
+def _supervised(job):
     """Start the supervisor, send it the program and its tests, read its one answer. -> Result.
     OSError if it does not come to start the program."""
     site_packages = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
     paths = ["/usr", "/lib", "/lib64", "/bin", sys.base_prefix, *site_packages]
-    settings = vars(job) | {"without": without, "paths": paths, "site_packages": site_packages}
+    settings = vars(job) | {"paths": paths, "site_packages": site_packages}
     # these go by another way, which is read once the candidate has been forked
     sources = [settings.pop(name) for name in ("code", "tests", "prelude")]
     environment = {

@@ -280,10 +280,8 @@ def become_nobody():
 def limit(**limits):
     """Hard resource limits, as far as they are below those that hold."""
     for name, value in limits.items():
-        kind = getattr(resource, f"RLIMIT_{name}")
-        hard = resource.getrlimit(kind)[1]
-        value = value if hard == resource.RLIM_INFINITY else min(value, hard)
-        resource.setrlimit(kind, (value, value))
+        with suppress(ValueError):  # of a limit that may not be raised
+            resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (value, value))
 
 
 def landlock(paths):
@@ -320,12 +318,11 @@ def refuse_calls():
     system("prctl", SECCOMP, ctypes.c_ulong(2), program)
 
 
-def stands(wall, job):
+def stands(wall, paths):
     """Whether a wall stands that not every kernel gives."""
     with suppress(OSError):
-        if wall.__name__ not in job["without"]:
-            wall(job["paths"])
-            return True
+        wall(paths)
+        return True
     return False
 
 
@@ -340,7 +337,7 @@ def raise_walls(job):
     prctl(NO_NEW_PRIVILEGES, 1)
     prctl(DUMPABLE, 0)  # nobody of the same uid may read this memory
     prctl(DEATH_SIGNAL, signal.SIGKILL)
-    confined = stands(landlock, job)
+    confined = stands(landlock, job["paths"])
     refuse_calls()
     library = os.path.dirname(os.__file__)
     if not os.access(library, os.R_OK | os.X_OK):
@@ -485,7 +482,7 @@ def supervise():
     sys.path += job["site_packages"]
     sys.set_int_max_str_digits(0)
     prctl(SUBREAPER, 1)
-    own_root = stands(namespaces, job)
+    own_root = stands(namespaces, job["paths"])
     reading, writing = os.pipe()
     group = os.fork()
     if not group:
