@@ -35,7 +35,7 @@ def given(path, samples, n):
     "missing": answers that the file lacks}
     """
     rows, unused = {}, 0
-    for row in read_rows(path, "", ()):
+    for row in read_rows(path, ""):
         place = sample, index = row.get("sample", 0), row.get("index")
         text = row.get("completion")
         if place in rows or not isinstance(text, str):

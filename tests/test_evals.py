@@ -533,7 +533,7 @@ def test_dares_files_have_our_prompts_and_rows():
         ("mbpp", "test_mbpp_1", ""),
     ):
         module, path = load_task(task), f"{DATA}/dare/{file}.parquet"
-        examples, rows = module.load("test", path, 300), read_rows(path, "test", (), 300)
+        examples, rows = module.load("test", path, 300), read_rows(path, "test", limit=300)
         asked = [row["prompt"][: len(module.prompt(examples[0]))] for row in rows]
         assert [module.prompt(example) for example in examples] == asked
         theirs = module.load("test", f"{DATA}/{ours}", 300) if ours else examples
