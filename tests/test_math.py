@@ -160,8 +160,8 @@ def test_releases_and_dates(tmp_path, monkeypatch):
     assert len(load("release_v6@2023-01-01..", 3)) == 3
     for wrong in ("release_v7", "release_v6@2023..2024"):
         assert "; presets: " in one_line(load, wrong)
-    (tmp_path / "rows.jsonl").write_text(json.dumps(row_of("livecodebench")) + "\n\n{\n")
-    assert "row 2: cannot read a problem" in one_line(load, f"{tmp_path}/rows.jsonl")
+    path = write(tmp_path / "rows.jsonl", [row_of("livecodebench"), {}])
+    assert "row 2: cannot read a problem" in one_line(load, path)
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda: None)  # any error of the hub
     assert "--data FILE.jsonl reads a copy" in one_line(load, "v5")
 
