@@ -4,7 +4,7 @@ import re
 import textwrap
 
 from evals.math_grader import ask
-from evals.sandbox import MAX_CODE, run
+from evals.sandbox import run
 
 # the only run of three or more backquotes on its line, what stands before it, and behind it
 FENCE = re.compile(r"^((?:(?!```)[^\n])*)`{3,}([^\n`]*)$", re.MULTILINE)
@@ -20,6 +20,7 @@ DEFINITION = re.compile(
     re.MULTILINE,
 )
 QUOTED = re.compile(r"^>(?!>) ?", re.MULTILINE)  # Markdown's; >>> is Python's
+MAX_CODE = 1_000_000  # characters at the end of a completion that are read
 MAX_CUTS = 50  # lines at which `trimmed` looks for the end of the code
 
 
@@ -95,10 +96,9 @@ def trimmed(text):
 
 
 def first_program(texts):
-    """The first text that Python's parser accepts, of those that the sandbox would run; None if
-    there is none. It runs in another process, for five seconds at most: a long chain of dots or
-    calls takes it longer, and then there is none, which stderr says."""
-    texts = [text for text in texts if len(text) <= MAX_CODE]
+    """The first text that Python's parser accepts; None if there is none. It runs in another
+    process, for five seconds at most: a long chain of dots or calls takes it longer, and then there
+    is none, which stderr says."""
     number = ask("python", texts) if texts else None
     return None if number is None else next(iter(texts[number:]), None)
 

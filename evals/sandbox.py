@@ -33,7 +33,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 CHILD = Path(__file__).with_name("sandbox_child.py")
-MAX_CODE = 1_000_000  # characters of a program; longer ones are not run
 # seconds that start and clean-up may take beyond the limit of a program, on a busy machine
 GRACE = 20.0
 PAUSES = 0.5, 2, 8, 0  # seconds until it starts a program again, if processes or memory lack
@@ -76,7 +75,7 @@ class Result:
     """What became of a program.
 
     reason: "passed", "wrong" (an assertion), "error" (any other exception), "exited" (without an
-    answer), "timeout", "memory", "long" (not run), "lost" (its supervisor died).
+    answer), "timeout", "memory", "lost" (its supervisor died).
     detail: exception and message. walls: what kept the program off the machine's files:
     "namespaces", "Landlock", or "" for nothing but its uid.
     """
@@ -94,8 +93,6 @@ def run(job):
     """Run the program of a Job to its end. -> Result. SandboxError where the sandbox cannot start
     it; never for what a program does. Other programs may hold what it lacks, so it tries again.
     """
-    if len(job.code) > MAX_CODE:
-        return Result("long", f"{len(job.code)} characters")
     for pause in PAUSES:
         try:
             result = _supervised(job)

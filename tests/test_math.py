@@ -86,7 +86,6 @@ def test_programs_are_read_in_a_process_that_is_killed(monkeypatch):
     first = programs.first_program
     assert first(["x x", "x = 1", "y"]) == "x = 1"
     assert first(["(", "\ud800", "\0", "-" * 10**5 + "1"]) is first([]) is None
-    assert first(["#" * sandbox.MAX_CODE + "\n"]) is None, "the sandbox would not run it"
     monkeypatch.setattr(math_grader, "TIMEOUT", 0.01)
     chain = "f" + "()" * 200_000
     began = time.process_time()

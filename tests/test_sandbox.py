@@ -56,8 +56,7 @@ def job(code, tests=TESTS, **changed):
 ATTACKS = {
     "null byte": (F + "\0", "error"),
     "lone surrogate": (F + "s = '\ud800'", "error"),
-    "very long line": ("x = '" + "a" * 900_000 + "'" + F, "passed"),
-    "longer than is run": ("x = '" + "a" * 1_000_001 + "'" + F, "long"),
+    "very long line": ("x = '" + "a" * 9_000_000 + "'" + F, "passed"),
     "deeply nested source": ("x = " + "(" * 100_000 + F, "error exited"),
 }
 HELD_BY = {}  # name: what it takes besides the walls of every kernel
