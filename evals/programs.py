@@ -90,7 +90,7 @@ def trimmed(text):
     looks like code to the last one up to which it parses."""
     start = CODE_LINE.search(text)
     code = text[start.start() :] if start else text
-    ends = [*(line.start() for line in re.finditer(r"\n(?=\S)", code)), len(code)]
+    ends = [end.start() for end in re.finditer(r"\n(?=\S)|\Z", code)]
     parts = (code[:end] for end in reversed(ends[-MAX_CUTS:]))
     return first_program([text, *parts]) or code
 
