@@ -91,7 +91,7 @@ def load(split, path=None, limit=None):
     if path in PRESETS:
         examples = countdown(path, split, limit)
     else:
-        examples = read_examples(_problem, COLUMNS, path, split, PRESETS, limit)
+        examples = read_examples(_problem, COLUMNS, path, split, limit, presets=PRESETS)
     return [example | style for example in examples]
 
 

@@ -18,7 +18,7 @@ NEXT = re.compile(
 VALIDATION = 512  # rows held out of a hub data set's train split if it has no validation split
 
 
-def read_examples(read, needs, path, split, presets=(), limit=None, config=None, own=None):
+def read_examples(read, needs, path, split, limit=None, own=None, presets=(), config=None):
     """`parse_rows` of a .jsonl, .jsonl.gz, .csv or .parquet file or of a hub data set: the first
     `limit` rows. own: (hub id, the hub's name of its one split, which is for testing); the id
     itself without a path.

@@ -37,7 +37,7 @@ def load(split, path=None, limit=None, hub=HUB):
     path: empty for the hub's rows, which are "test" only; a .jsonl, .jsonl.gz, .csv or .parquet
     file; or a hub id.
     """
-    return read_examples(_problem, COLUMNS, path, split, limit=limit, own=(hub, "test"))
+    return read_examples(_problem, COLUMNS, path, split, limit, (hub, "test"))
 
 
 def prompt(example):
