@@ -374,8 +374,7 @@ def test_splits(tmp_path):
 
 
 def test_load_reward(monkeypatch):
-    """Equal completions are judged once; a reward that is not finite stops the run and names its
-    place."""
+    """Equal completions are judged once; a reward of other than named numbers stops the run."""
     mbpp, asked, judge = load_task("mbpp"), [], programs.run
     monkeypatch.setattr(programs, "run", lambda job: asked.append(job) or judge(job))
     case = of("scores", "mbpp")[0]
@@ -386,19 +385,10 @@ def test_load_reward(monkeypatch):
     assert [parts["score"] for parts in found] == [1.0, 1.0, 0.0, 0.0, 1.0] and len(asked) == 2
     found[0]["score"] = 5.0
     assert found[1]["score"] == 1.0, "each completion has its own components"
-    odd = lambda completion, example: {"a": 1.0, "b": float("nan") if completion == "x" else 0.0}
-    monkeypatch.setitem(REWARDS, "countdown_odd", odd)
-    reward = load_reward("countdown_odd", load_task("countdown"))
-    assert reward(["y"], [example]) == [{"a": 1.0, "b": 0.0}] and reward([], []) == []
-    said = one_line(reward, ["y", "y", "x"], [example] * 3)
-    assert said.startswith("--reward countdown_odd of countdown: completion 'x' is paid {")
-    assert "'b': nan}: not a finite number for each of ['a', 'b']" in said
+    assert load_reward("", mbpp)([], []) == []
     for paid in "1.0", {"mean": 1.0}, {}:
-        monkeypatch.setitem(REWARDS, "countdown_odd", lambda *_, paid=paid: paid)
-        said = one_line(load_reward("countdown_odd", load_task("countdown")), ["x"], [{}])
-        assert "none may be called" in said
-    boxed = {"question": "?", "gold": "18", "style": "boxed"}
-    assert "--data d1" in one_line(load_reward("math500_d1", load_task("math500")), ["18"], [boxed])
+        monkeypatch.setitem(REWARDS, "mbpp_odd", lambda *_, paid=paid: paid)
+        assert "none may be called" in one_line(load_reward("mbpp_odd", mbpp), ["x"], [{}])
 
 
 # score and tokens per forward of four completions, their sum by hand
