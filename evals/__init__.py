@@ -183,7 +183,7 @@ def final_answer(completion):
     """
     text = DECORATION.sub("", OTHER_BOX.sub(r"\\boxed{", completion[-MAX_TEXT:]))
     tagged = tagged_answer(text) or ""
-    alone = "" if r"\boxed{" in tagged or "\n" in unwrapped(tagged) else tagged
+    alone = "" if "\n" in unwrapped(tagged) else tagged
     answers = [*boxes(text, unclosed=True), alone, *boxes(f"{tagged}\n", unclosed=True)]
     answers = (unwrapped(answer.partition("</")[0]) for answer in reversed(answers))
     is_good = lambda text: len(text) <= MAX_LENGTH and not PLACEHOLDER.fullmatch(text)

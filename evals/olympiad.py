@@ -93,7 +93,7 @@ def split_outside(text):
             parts[-1] += f",{piece}"
         else:
             parts.append(piece)
-    return [part.strip() for part in parts if part.strip()]
+    return [*filter(str.strip, parts)]
 
 
 def answers_in(text, multiple):

@@ -74,12 +74,11 @@ def code_of(text, names):
 
 
 def with_helpers(code, others, names):
-    """The code behind those definitions of other blocks that it uses: imports, functions, but
-    none of `names`, which are its own."""
+    """The code behind those definitions of other blocks that it uses: imports, functions."""
     words, parts = {"*", *re.findall(r"\w+", code)}.difference(names), [code]
     for found in reversed([*DEFINITION.finditer(others)]):
         bound = re.findall(r"\w+|\*", found[1] or found[2] or "")
-        if not words.isdisjoint(bound) and not defines(found[0], names):
+        if not words.isdisjoint(bound):
             words.update(re.findall(r"\w+", found[0]))
             parts.append(found[0])
     return "\n".join(reversed(parts))
