@@ -136,10 +136,6 @@ class Unsupported(BaseException):
     """A value that has no plain form; no test catches it."""
 
 
-class CandidateError(Exception):
-    """The candidate raised something that is no built-in exception."""
-
-
 class Gone(Exception):
     """The process at the other end of a pipe has ended."""
 
@@ -235,7 +231,7 @@ def ask(*request):
     error = getattr(builtins, value, None)
     if isinstance(error, type) and issubclass(error, Exception):
         raise error(detail)
-    raise CandidateError(f"{value}: {detail}")
+    raise Exception(f"{value}: {detail}")  # one of its own
 
 
 # --------------------------------------------------------------------------------------------------
@@ -468,7 +464,7 @@ def watch(job, group, verdict):
     """(reason, detail) of a group of processes, whose tests send a verdict; None if the caller is
     gone."""
     poll = select.poll()
-    poll.register(verdict, select.POLLIN)
+    poll.register(verdict)
     poll.register(1, 0)  # nobody reads it: an error
     deadline, pause = time.monotonic() + job["timeout"], WATCH
     while (left := deadline - time.monotonic()) > 0:
