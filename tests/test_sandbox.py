@@ -19,9 +19,11 @@ import sys
 import tempfile
 import textwrap
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
+from resource import getpagesize
 
 import numpy
 import pytest
@@ -162,7 +164,7 @@ def test_attack(name, surroundings):
     assert holdings() == before
 
 
-AT_ONCE = """
+RUN_ALL = """
 import json
 from concurrent.futures import ThreadPoolExecutor
 jobs = json.load(sys.stdin)
@@ -190,7 +192,7 @@ def test_attacks_at_once(caller, walls, surroundings, alone):
     jobs = [asdict(attack(name, surroundings, 2.0)) for name in tried]
     keep(walls)
     done = subprocess.run(
-        [*caller, public_python(), "-I", "-c", CALLER + AT_ONCE, alone],
+        [*caller, public_python(), "-I", "-c", CALLER + RUN_ALL, alone],
         input=json.dumps(jobs),
         cwd="/",
         text=True,
@@ -222,6 +224,35 @@ def test_a_library_that_the_program_cannot_read(monkeypatch):
     keep("Landlock")
     with pytest.raises(SandboxError, match="cannot read /root"):
         run(job(F))
+
+
+TOOLS, *SIEGE = (ROOT / "tests/golden/siege.txt").read_text().split("\n## ")
+PEAK = LIMITS["memory"] + (768 << 20)  # a look takes 0.1 s; shared pages count for each process
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("walls", ("namespaces", "Landlock"))
+@pytest.mark.parametrize("attack", SIEGE, ids=lambda attack: attack.partition("\n")[0])
+def test_siege(attack, walls, monkeypatch):
+    """Forged answers and bombs, alone and many at once: none scores, is late, takes more memory
+    than its limit, or leaves a process."""
+    tests = "assert f(1) == 2\nassert f(5) == 6 and not f(6) == 6  # the needle of this siege"
+    attack, peak = job(f"{TOOLS}\n# {attack}", tests, timeout=4.0), 0
+    monkeypatch.setattr(sys, "_base_executable", public_python())
+    keep(walls)
+
+    def timed(job):
+        start = time.monotonic()
+        return run(job).passed, time.monotonic() - start
+
+    with ThreadPoolExecutor(16) as pool:
+        first = pool.submit(timed, attack)
+        while not first.done():
+            peak = max(peak, sum(running().values()) * getpagesize())
+            time.sleep(0.05)
+        passed, seconds = zip(first.result(), *pool.map(timed, [attack] * 16), strict=True)
+    assert not any(passed) and max(seconds) < 24.0  # 4 s, and 16 at once share the cores
+    assert peak < PEAK and not running()
 
 
 # --------------------------------------------------------------------------------------------------
