@@ -79,7 +79,8 @@ def whole_path(text):
 
 
 def is_hub_id(path):
-    return "/" in path and not Path(path).exists() and Path(path).suffix not in READERS
+    name = Path(path.partition("@")[0])
+    return "/" in path and not name.exists() and name.suffix not in READERS
 
 
 def at_revision(path):
