@@ -14,7 +14,7 @@ arranged), behind walls that every kernel of Linux has:
   - an end: everything that it started is killed before `run` returns
 and, where the kernel gives them, namespaces of its own for network, IPC, processes and files, with
 a read-only root directory of Python and the system's libraries. Containers often forbid those;
-there Landlock keeps it to the same files. Where a kernel has neither, one line on stderr says so.
+there Landlock keeps it to the same files. Where a kernel has neither, a warning says so.
 Against a bug of the kernel itself only a virtual machine helps.
 
 The tests run in another process, and the functions under test are called over a pipe with plain
@@ -22,12 +22,12 @@ values. So an object that equals everything, a patched builtin, a walk over the 
 and an early exit win nothing.
 """
 
-import itertools
 import json
 import os
 import subprocess
 import sys
 import time
+import warnings
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,11 +36,6 @@ CHILD = Path(__file__).with_name("sandbox_child.py")
 # seconds that start and clean-up may take beyond the limit of a program, on a busy machine
 GRACE = 20.0
 PAUSES = 0.5, 2, 8, 0  # seconds until it starts a program again, if processes or memory lack
-NO_WALLS = (
-    "sandbox: this machine gives neither namespaces nor Landlock: model-written code is run, and "
-    "it can read what its user may read"
-)
-WARNINGS = itertools.count()
 
 
 class SandboxError(SystemExit):
@@ -102,8 +97,12 @@ def run(job):
                 raise SandboxError(f"sandbox: no program can be started ({error})") from error
             time.sleep(pause)
     if result.reason != "lost":
-        if not result.walls and next(WARNINGS) == 0:
-            print(NO_WALLS, file=sys.stderr)
+        if not result.walls:
+            warnings.warn(
+                "this machine gives neither namespaces nor Landlock: model-written code is run, "
+                "and it can read what its user may read",
+                stacklevel=1,
+            )
     elif job == EMPTY:
         raise SandboxError(f"sandbox: its supervisor is killed ({result.detail})")
     else:
