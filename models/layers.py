@@ -1,5 +1,7 @@
 """Layers that several families use: RMSNorm, rotary embedding, attention, gated MLP."""
 
+from contextlib import contextmanager
+
 import torch
 import torch._functorch.config
 import torch.nn.functional as F
@@ -148,3 +150,14 @@ def compile_blocks(model):
     torch._dynamo.config.recompile_limit = 32
     for layer in model.layers:
         layer.compile()
+
+
+@contextmanager
+def uncompiled(model):
+    """Blocks as they are written, for a few forwards that no graph is worth."""
+    compiled = {layer: layer._compiled_call_impl for layer in model.layers}
+    for layer in compiled:
+        layer._compiled_call_impl = None
+    yield
+    for layer, call in compiled.items():
+        layer._compiled_call_impl = call
