@@ -141,9 +141,12 @@ def compile_blocks(model):
     torch._functorch.config.activation_memory_budget = memory_budget(model)
     # Sums over the copies of a token (`Copies`) become element-wise code. As reductions over 8
     # numbers they took more than five times as long as reading their bytes does.
-    from torch._inductor import config  # not at the top: takes a second
+    from torch._inductor import async_compile, config  # not at the top: takes a second
 
     config.unroll_reductions_threshold = 16
+    # Processes that compile kernels side by side; until they run, for seconds, torch compiles one
+    # after the other. By default they start with the first graph.
+    async_compile.maybe_warm_pool()
     # All numbers and lengths of rows share a graph; a single row, passes without gradient or
     # adapters need their own. By default the first call's sizes would get graphs of their own.
     torch.compiler.config.dynamic_sources = INPUTS
