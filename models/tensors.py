@@ -61,7 +61,7 @@ def frozen_dtype(device):
 
 def materialize(model, device):
     """A model from the meta device to real, uninitialised tensors; to_empty unties a tied head."""
-    model = model.to_empty(device=device)
+    model.to_empty(device=device)
     if model.config.tie_word_embeddings:
         model.lm_head.weight = model.model.embed_tokens.weight
     return model
@@ -130,19 +130,16 @@ def open_tensors(path):
         raise SystemExit(f"{path} cannot be read ({error}): {problem}") from error
 
 
-def open_weights(directory):
-    """{tensor name: the open file that holds it}, of model.safetensors or all its parts"""
-    files = map(open_tensors, directory.glob("model*.safetensors"))
-    return {name: file for file in files for name in file.keys()}
-
-
 def fitting_weights(model, directory):
-    """`open_weights` of a directory that fits the model, which may be on the meta device.
+    """-> {tensor name: the open file that holds it} of a directory that fits the model, which may
+    be on the meta device
 
     SystemExit lists missing, extra and misshapen tensors. Some files also hold copies: of a tied
     head, of rotary frequencies.
     """
-    files, found, needed = open_weights(directory), {}, tensor_shapes(model)
+    opened = map(open_tensors, directory.glob("model*.safetensors"))
+    files = {name: file for file in opened for name in file.keys()}
+    found, needed = {}, tensor_shapes(model)
     copies = ["inv_freq"] + ["lm_head.weight"] * model.config.tie_word_embeddings
     for name, file in files.items():
         if name.endswith((*copies,)):
