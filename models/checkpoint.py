@@ -3,7 +3,7 @@
 import json
 import re
 import shutil
-from collections import defaultdict, deque
+from collections import defaultdict
 
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
@@ -233,4 +233,5 @@ def save_model(model, directory, tokenizer):
                     shutil.copy(path, folder)
                 write_files(folder, config, tensors, tensor_shapes(model), *ends, tokenizer)
         finally:
-            deque(tensors, maxlen=0)  # all ranks gather all of them, also if rank 0 fails
+            for _ in tensors:  # all ranks gather all of them, also if rank 0 fails
+                pass
