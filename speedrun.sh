@@ -41,7 +41,7 @@ train() { # NAME SCRIPT FLAG...: a run in $OUT/NAME; $OUT/NAME/final is a link t
 # a GPU without lmdeploy: ENGINES=1
 ENGINES=${ENGINES:-$((GPUS * 6))}
 evaluate teacher $ENGINES --model "$MODEL" --data "$TEST"
-evaluate samples $ENGINES --model "$MODEL" --data "$TRAIN" --split train --samples 4 \
+evaluate samples $ENGINES --model "$MODEL" --data "$TRAIN" --split train --samples 3 \
     --temperature 0.8 --top-p 0.95 --gen-length 256
 [ -e "$OUT/rows.jsonl" ] ||
     show $PYTHON data/own_samples.py --samples "$OUT/samples" --mixed "$OUT/problems.jsonl" \
@@ -53,13 +53,13 @@ evaluate samples $ENGINES --model "$MODEL" --data "$TRAIN" --split train --sampl
 
 # 3. Fine-tune all weights on these rows.
 train sft algos/sft.py --model "$OUT/converted" --data "$OUT/rows.jsonl" --eval-data "$TEST" \
-    --learning-rate 1e-4 --warmup-steps 10 --lr-schedule cosine --max-steps 160 --save-every 40 \
+    --learning-rate 1e-4 --warmup-steps 10 --lr-schedule cosine --max-steps 150 --save-every 50 \
     --batch-size 384 --pack-length 2048 --max-length 640
 evaluate sft-scores "$GPUS" --model "$OUT/sft/final" --data "$TEST" --gen-length 512
 
 # 4. Reinforce, on the problems that the first model solved sometimes.
 train rl algos/justgrpo.py --model "$OUT/sft/final" --data "$OUT/problems.jsonl" \
-    --eval-data "$TEST" --gen-length 320 --prompts-per-step 32 --max-steps 50 --save-every 25
+    --eval-data "$TEST" --gen-length 320 --prompts-per-step 32 --max-steps 40 --save-every 20
 evaluate rl-scores "$GPUS" --model "$OUT/rl/final" --data "$TEST" --gen-length 512
 
 printf '\nGSM8K, test, greedy; %d s\n' $SECONDS

@@ -71,9 +71,6 @@ class Args(RolloutFlags):
     """mask draws per sequence, K (the paper's n: 16, sudoku 32)"""
     beta = 0.0  # no KL: not a flag
 
-    def num_draws(self, replays):
-        return self.mc_num
-
 
 # What differs on the tiny models, and on others where all weights train.
 BY_SIZE = {
@@ -95,12 +92,12 @@ def sample_masks(batch, iteration, args):
     """
     c, block = batch.completion_mask, batch.block_ids.contiguous()
     # searchsorted finds the first column of a block: its u serves all tokens of the block
-    u = batch.uniform(iteration, "count")[:, batch.P :].gather(1, torch.searchsorted(block, block))
+    u = batch.uniform(iteration, "count", torch.searchsorted(block, block))
     masked, weights = [], []
     for j in range(args.mc_num):
-        noise = batch.uniform(iteration, j)[:, batch.P :]
+        noise = batch.uniform(iteration, j)
         chosen, n, m = choose_in_blocks(c, block, (u + j / args.mc_num) % 1, noise)
-        masked.append(torch.nn.functional.pad(chosen | ~c, (batch.P, 0)))
+        masked.append(chosen | ~c)
         weights.append(chosen * n / m)
     return Rows(batch, torch.stack(masked, 1), torch.stack(weights, 1))
 
@@ -112,9 +109,11 @@ def estimate_logps(logps, rows, args):
 
 def compute_advantages(rewards, args):
     """Group-normalised reward; 0 in a group without spread. [B] -> [B]"""
+    # >>> shared: method_normalised
     groups = rewards.view(-1, args.num_generations)
     std, centred = groups.std(1, keepdim=True), groups - groups.mean(1, keepdim=True)
     return torch.where(std > 1e-4, centred / (std + 1e-6), 0.0).flatten()
+    # <<< shared: method_normalised
 
 
 def policy_loss(estimates, old, ref, rows, args):

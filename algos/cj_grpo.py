@@ -82,9 +82,6 @@ class Args(RolloutFlags):
     train_steps: int = 0
     """denoising steps scored, chosen at random in every update, without bias (ours); 0: all"""
 
-    def num_draws(self, replays):
-        return min(self.train_steps or replays, replays)
-
 
 # What differs on the tiny models, with all weights, and on real bidirectional models.
 # The rate of all weights is ours.
@@ -122,7 +119,7 @@ def sample_masks(batch, iteration, args):
     weight = revealed / (tokens.gather(1, transition) * (tokens > 0).sum(1, keepdim=True))
     # [B, K, L], 0: revealed by this step
     now = replay[:, None] - torch.arange(num_replays, device=replay.device)[:, None]
-    masked = torch.nn.functional.pad((now >= 0) | ~revealed[:, None], (batch.P, 0))
+    masked = (now >= 0) | ~revealed[:, None]
     rows = Rows(batch, masked, torch.where(now == 0, weight[:, None], 0.0))
     rows.temperature = args.temperature
     return rows.subsample(n, iteration)
@@ -148,6 +145,7 @@ def policy_loss(estimates, old, ref, rows, args):
     """
     # [R, 1, 1], [R, K, L]
     A, c = rows.advantages[:, None, None], rows.weights / rows.batch.num_sequences
+    # >>> shared: method_clip
     ratio = (estimates - old).exp()
     clipped = ratio.clamp(1 - args.epsilon, 1 + args.epsilon)
     policy = (-torch.minimum(ratio * A, clipped * A) * c).sum()
@@ -160,6 +158,7 @@ def policy_loss(estimates, old, ref, rows, args):
         "policy/clip_frac": ((clipped * A < ratio * A) * c).sum(),
         "policy/weight": c.sum(),
     }
+    # <<< shared: method_clip
 
 
 # >>> shared: parallelize

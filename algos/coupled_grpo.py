@@ -108,16 +108,14 @@ def sample_masks(batch, iteration, args):
     mask everything after the EOS, so that no later token shows where the end is.
     -> Rows, R = B, K = 3
     """
-    c, P = batch.completion_mask, batch.P
-    low, high = args.t_range
+    c, (low, high) = batch.completion_mask, args.t_range
     # keyed by the first sample of the group
-    u = batch.uniform(iteration, "t")[:: args.num_generations, P, None]
+    u = batch.uniform(iteration, "t", 0)[:: args.num_generations]
     t = (low + (high - low) * u).repeat_interleave(args.num_generations, 0)  # [B, 1]
-    a = batch.uniform(iteration, 0)[:, P:] < t
+    a = batch.uniform(iteration, 0) < t
     parts = torch.stack([torch.ones_like(a), a, ~a], 1)  # [B, 3, L]
     shares = torch.stack([torch.ones_like(t), t, 1 - t], 1)
-    masked = torch.nn.functional.pad(parts | ~c[:, None], (P, 0))
-    return Rows(batch, masked, parts * c[:, None] / (2 * shares))
+    return Rows(batch, parts | ~c[:, None], parts * c[:, None] / (2 * shares))
 
 
 def estimate_logps(logps, rows, args):
@@ -140,6 +138,7 @@ def policy_loss(estimates, old, ref, rows, args):
     -> loss, metrics
     """
     A, c = rows.advantages[:, None], rows.completion_mask.to(estimates) / rows.batch.num_tokens
+    # >>> shared: method_clip
     ratio = (estimates - old).exp()
     clipped = ratio.clamp(1 - args.epsilon, 1 + args.epsilon)
     policy = (-torch.minimum(ratio * A, clipped * A) * c).sum()
@@ -152,6 +151,7 @@ def policy_loss(estimates, old, ref, rows, args):
         "policy/clip_frac": ((clipped * A < ratio * A) * c).sum(),
         "policy/weight": c.sum(),
     }
+    # <<< shared: method_clip
 
 
 # >>> shared: reference

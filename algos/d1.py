@@ -81,15 +81,15 @@ def sample_masks(batch, iteration, args):
     A masked prompt token is masked in the clean ids too: a block model attends to those.
     -> Rows, R = B sequences, K = 1, weight 1 on every completion token
     """
-    L = batch.completion_mask.shape[1]
-    # hidden: masked tokens of the prompt; masked: those and the completion
-    hidden = (batch.uniform(iteration, 0) < args.p_mask_prompt) & batch.valid_mask  # [B, T]
-    hidden[:, -L:] = False
-    masked = hidden.clone()
-    masked[:, -L:] = True
-    rows = Rows(batch, masked[:, None], batch.completion_mask[:, None])
+    # >>> shared: method_one_pass
+    c = batch.completion_mask
+    hidden = batch.uniform(iteration, 0, batch.offset) < args.p_mask_prompt  # [B, T]
+    hidden = hidden & batch.valid_mask & (batch.offset < 0)  # of the prompt alone
+    rows = Rows(batch, torch.ones_like(c)[:, None], c[:, None])
+    rows.masked |= hidden[:, None]
     rows.input_ids = torch.where(hidden, batch.mask_token_id, batch.input_ids)
     return rows
+    # <<< shared: method_one_pass
 
 
 def estimate_logps(logps, rows, args):
@@ -99,15 +99,18 @@ def estimate_logps(logps, rows, args):
 
 def compute_advantages(rewards, args):
     """Reward minus group mean, not divided by the std. [B] -> [B]"""
+    # >>> shared: method_centred
     groups = rewards.view(-1, args.num_generations)
     groups = groups - groups[:, :1]  # equal rewards give exactly 0
     return (groups - groups.mean(1, keepdim=True)).flatten()
+    # <<< shared: method_centred
 
 
 def policy_loss(estimates, old, ref, rows, args):
     """PPO clip and k3 KL, mean over all tokens of the step. [R, L] each -> loss, metrics"""
     # c: share of a token in the mean over all tokens of the step
     A, c = rows.advantages[:, None], rows.weights[:, 0] / rows.batch.num_tokens  # [R, 1], [R, L]
+    # >>> shared: method_clip
     ratio = (estimates - old).exp()
     clipped = ratio.clamp(1 - args.epsilon, 1 + args.epsilon)
     policy = (-torch.minimum(ratio * A, clipped * A) * c).sum()
@@ -120,6 +123,7 @@ def policy_loss(estimates, old, ref, rows, args):
         "policy/clip_frac": ((clipped * A < ratio * A) * c).sum(),
         "policy/weight": c.sum(),
     }
+    # <<< shared: method_clip
 
 
 # >>> shared: parallelize

@@ -29,7 +29,6 @@ from distributed.start import start  # before torch
 # isort: split
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 
 from data.own_samples import batch_of, right_answers
 from distributed.groups import StepMetrics, rank_share, setup_distributed
@@ -85,8 +84,8 @@ def sample_masks(batch, progress, is_block, args):
     low, size = (
         first + (last - first) * progress for first, last in (args.mask_ratio, args.blocks)
     )
-    c, noise = batch.completion_mask, batch.uniform(0, "order")[:, batch.P :]
-    level = batch.uniform(0, "level")[:, batch.P, None]
+    c, noise = batch.completion_mask, batch.uniform(0, "order")
+    level = batch.uniform(0, "level", 0)
     block = picked = batch.block_ids
     if not is_block:  # one block is in work; the fraction of the level is as uniform as the level
         block = (c.cumsum(1) - 1) // int(size)
@@ -99,7 +98,7 @@ def sample_masks(batch, progress, is_block, args):
         share = low + (args.mask_ratio[1] - low) * (level % 1)
         masked, *_ = choose_in_blocks(work, block, share, order)
     scored = torch.stack([masked, work & ~masked], 1)
-    rows = Rows(batch, F.pad(scored | hidden[:, None], (batch.P, 0)), scored)
+    rows = Rows(batch, scored | hidden[:, None], scored)
     return rows.for_update(args.micro_batch_size, True, True)
 
 

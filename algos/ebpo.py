@@ -78,9 +78,6 @@ class Args(RolloutFlags):
     beta = 0.0  # no KL: not a flag
     RANGES = {"epsilon": (0, 0.999)}
 
-    def num_draws(self, replays):
-        return self.mc_num
-
 
 # What differs on the tiny models, and on others where all weights train.
 BY_SIZE = {
@@ -100,15 +97,15 @@ def sample_masks(batch, iteration, args):
     the EOS is masked and not scored, so that no later token shows where the end is.
     -> Rows, R = B, K = mc_num
     """
-    c, block, P = batch.completion_mask, batch.block_ids, batch.P
+    c, block = batch.completion_mask, batch.block_ids
     b = block - block[:, :1]
     share = b / ((b * c).amax(1, keepdim=True) + 1)  # b / B
-    u = batch.uniform(iteration, "level")[:, P, None]
+    u = batch.uniform(iteration, "level", 0)  # [B, 1]
     masked, weights = [], []
     for j in range(args.mc_num):
         level = (u + (j + share) / args.mc_num) % 1
-        chosen, n, m = choose_in_blocks(c, block, level, batch.uniform(iteration, j)[:, P:])
-        masked.append(torch.nn.functional.pad(chosen | ~c, (P, 0)))
+        chosen, n, m = choose_in_blocks(c, block, level, batch.uniform(iteration, j))
+        masked.append(chosen | ~c)
         weights.append(chosen * n / m)
     return Rows(batch, torch.stack(masked, 1), torch.stack(weights, 1))
 
@@ -120,9 +117,11 @@ def estimate_logps(logps, rows, args):
 
 def compute_advantages(rewards, args):
     """Group-normalised reward; 0 in a group without spread. [B] -> [B]"""
+    # >>> shared: method_normalised
     groups = rewards.view(-1, args.num_generations)
     std, centred = groups.std(1, keepdim=True), groups - groups.mean(1, keepdim=True)
     return torch.where(std > 1e-4, centred / (std + 1e-6), 0.0).flatten()
+    # <<< shared: method_normalised
 
 
 def policy_loss(estimates, old, ref, rows, args):

@@ -75,9 +75,6 @@ class Args(RolloutFlags):
     """times of the quadrature, one mask for each (paper's tables: 3; Block-R1: 2)"""
     beta = 0.0  # no KL: not a flag
 
-    def num_draws(self, replays):
-        return self.mc_num
-
 
 # What differs on the tiny models.
 BY_SIZE = {"tiny": TINY | {"num_iterations": 2}}
@@ -93,16 +90,14 @@ def sample_masks(batch, iteration, args):
     sees so many masks on average. Weights w_j n / m. Everything after the EOS is masked and not
     scored, so that no later token shows where the end is. -> Rows, R = B, K = mc_num
     """
-    c, P, weights = batch.completion_mask, batch.P, []
+    c, weights = batch.completion_mask, []
     n = block_counts(c, batch.block_ids)[0].clamp(min=1)
     for j, (x, w) in enumerate(zip(*leggauss(args.mc_num), strict=True)):  # on -1..1
-        share = ((x + 1) / 2 * (n - 1) + batch.uniform(iteration, f"u{j}")[:, P, None]) / n
-        noise = batch.uniform(iteration, j)[:, P:]
-        chosen, _, m = choose_in_blocks(c, batch.block_ids, share, noise)
+        share = ((x + 1) / 2 * (n - 1) + batch.uniform(iteration, f"u{j}", 0)) / n
+        chosen, _, m = choose_in_blocks(c, batch.block_ids, share, batch.uniform(iteration, j))
         weights.append(chosen * n / m * w / 2)
     weights = torch.stack(weights, 1)
-    masked = torch.nn.functional.pad((weights > 0) | ~c[:, None], (P, 0))
-    return Rows(batch, masked, weights)
+    return Rows(batch, (weights > 0) | ~c[:, None], weights)
 
 
 def estimate_logps(logps, rows, args):
@@ -112,9 +107,11 @@ def estimate_logps(logps, rows, args):
 
 def compute_advantages(rewards, args):
     """Reward minus group mean, not divided by the std. [B] -> [B]"""
+    # >>> shared: method_centred
     groups = rewards.view(-1, args.num_generations)
     groups = groups - groups[:, :1]  # equal rewards give exactly 0
     return (groups - groups.mean(1, keepdim=True)).flatten()
+    # <<< shared: method_centred
 
 
 def policy_loss(estimates, old, ref, rows, args):

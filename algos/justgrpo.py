@@ -78,9 +78,6 @@ class Args(RolloutFlags):
     remasking: Literal["sequential"] = "sequential"
     """left to right"""
 
-    def num_draws(self, replays):
-        return min(self.train_steps or replays, replays)
-
 
 # What differs on the tiny models, with all weights, and on real bidirectional models.
 BY_SIZE = {
@@ -108,7 +105,7 @@ def sample_masks(batch, iteration, args):
     # [B, L] step of each token; S: stays masked
     replay = batch.trace.replay_map.where(batch.completion_mask, S)
     now = replay[:, None] - torch.arange(S, device=replay.device)[:, None]  # [B, S, L], 0: this one
-    rows = Rows(batch, torch.nn.functional.pad(now >= 0, (batch.P, 0)), now == 0)
+    rows = Rows(batch, now >= 0, now == 0)
     rows.temperature = args.temperature
     return rows.subsample(args.num_draws(S), iteration)
 
@@ -132,6 +129,7 @@ def policy_loss(estimates, old, ref, rows, args):
     """
     # c: share of a token in the mean over all tokens of the step
     A, c = rows.advantages[:, None, None], rows.weights / rows.batch.num_tokens
+    # >>> shared: method_clip
     ratio = (estimates - old).exp()
     clipped = ratio.clamp(1 - args.epsilon, 1 + args.epsilon)
     policy = (-torch.minimum(ratio * A, clipped * A) * c).sum()
@@ -144,6 +142,7 @@ def policy_loss(estimates, old, ref, rows, args):
         "policy/clip_frac": ((clipped * A < ratio * A) * c).sum(),
         "policy/weight": c.sum(),
     }
+    # <<< shared: method_clip
 
 
 # >>> shared: parallelize
@@ -255,10 +254,6 @@ def main(args):
         raise SystemExit(
             f"--denoising-steps {args.denoising_steps}: left to right, a block of {n} takes {n}"
         )
-    passes = args.num_draws(args.gen_length) if model.attention == "bidirectional" else 1
-    total = passes * args.num_iterations * args.prompts_per_step * args.num_generations
-    if dist.get_rank() == 0:  # before weights are read
-        print(f"a step takes up to {total:,} forward and backward passes, {passes} a completion")
     # >>> shared: load
     problems = Problems(args, model, RECORDS, DRAWS_TOGETHER, USES_OLD)
     engine = problems.make_engine(device)

@@ -52,7 +52,7 @@ TINY = {  # what every method takes on the tiny models
 # isort: split
 from typing import Literal
 
-from distributed.groups import all_reduce
+from distributed.groups import over_ranks
 from rollout.traces import Completion, predictions_of
 
 
@@ -87,9 +87,6 @@ class Args(RolloutFlags):
         "low_confidence_static"
     )
     """which masked tokens a step reveals; rcr (Running Confidence Remasking) may mask them again"""
-
-    def num_draws(self, replays):
-        return min(self.train_steps or replays, replays)
 
 
 # What differs on the tiny models, with all weights, and on real bidirectional models.
@@ -139,9 +136,8 @@ def sample_masks(batch, iteration, args):
     chosen = (rank < args.num_draws(A.shape[1])).repeat_interleave(G, 0) & made
     index, step = chosen.nonzero(as_tuple=True)  # [R]
     state, q = tokens[index, step] >= 0, batch.trace.records["logps"][index, step].exp()  # [R, L]
-    masked = torch.nn.functional.pad(state, (batch.P, 0))
     weights = torch.where(state, q, 0.0) / state.sum(1, keepdim=True)
-    rows = Rows(batch, masked[:, None], weights[:, None], index)
+    rows = Rows(batch, state[:, None], weights[:, None], index)
     predictions = predictions_of(tokens)[index, step]
     rows.input_ids = torch.cat([rows.input_ids[:, : batch.P], predictions], 1)
     rows.advantages, rows.temperature = A[index, step], args.temperature
@@ -322,7 +318,7 @@ def main(args):
         # <<< shared: rollout
         graded = step_rewards(batch.trace, problems, batch.examples)  # [B, S]
         batch.advantages = compute_advantages(graded, args)
-        best = all_reduce({"best": graded.amax(1).sum()})["best"]
+        best = over_ranks(graded.amax(1).sum())
         metrics["reward/best_step"] = best / batch.num_sequences
         # >>> shared: learn
         if args.positive_only:

@@ -117,20 +117,20 @@ def sample_masks(batch, iteration, args):
     later = ahead & ~work
     if trace.settings["attention"] == "bidirectional":  # a block model sees no later block
         ahead = torch.where(later.any(2, keepdim=True), later, ahead)
-    noise = batch.uniform("ahead", step[..., None])[..., batch.P :].transpose(0, 1)
+    noise = batch.uniform("ahead", step[..., None]).transpose(0, 1)
     masked = (now >= 0) | (replay < 0)
     hidden = masked & ~(ahead & (noise < args.teacher_share))  # from the teacher
-    pad = lambda x: torch.nn.functional.pad(x, (batch.P, 0))
     revealed = hit.sum(2, keepdim=True)
-    rows = Rows(batch, pad(hidden), (work & hidden) / revealed.sum(1, keepdim=True).clamp(min=1))
-    rows.targets, rows.student, rows.revealed = args.teacher_top_k, pad(masked), revealed
+    rows = Rows(batch, hidden, (work & hidden) / revealed.sum(1, keepdim=True).clamp(min=1))
+    rows.targets, rows.student, rows.revealed = args.teacher_top_k, rows.masked.clone(), revealed
+    rows.student[..., batch.P :] = masked
     return rows
 
 
 @torch.no_grad()
 def teach(teacher, rows, args):
     """-> rows for an update of the student, from those of `sample_masks`: weights at the masks of
-    which the teacher is surest, as many as the step revealed; its tokens there, targets [R, K, T,
+    which the teacher is surest, as many as the step revealed; its tokens there, targets [R, K, L,
     k], and their estimates, ref [R, K, L, k]
     """
     rows = rows.for_update(args.micro_batch_size, DRAWS_TOGETHER, keep_all=False)
@@ -139,8 +139,8 @@ def teach(teacher, rows, args):
     logps, ids = (torch.cat(parts)[: len(rows.masked)] for parts in found)
     surprisal = (-logps[..., 0]).where(rows.weights > 0, torch.inf)
     rows.weights *= surprisal.argsort(2).argsort(2) < rows.revealed
-    rows.targets = torch.nn.functional.pad(ids, (0, 0, rows.batch.P, 0))
-    rows.ref, rows.masked = estimate_logps(logps, rows, args), rows.student
+    rows.targets, rows.masked = ids, rows.student
+    rows.ref = estimate_logps(logps, rows, args)
     return rows
 
 

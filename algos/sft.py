@@ -35,7 +35,7 @@ import torch
 import torch.distributed as dist
 
 from data.sft import training_rows
-from distributed.groups import StepMetrics, all_reduce, rank_share, setup_distributed
+from distributed.groups import StepMetrics, over_ranks, rank_share, setup_distributed
 from distributed.sequence import data_rank
 from distributed.sharding import reduce_gradients, register_forwards, sharding
 from models import add_lora, load_weights, meta_model, router_metrics, set_speed
@@ -156,7 +156,7 @@ def sample_masks(batch, args, objective):
     # any token below the mask token but the right one
     others = (ids + 1 + (batch.uniform("edit") * (mask - 1)).long()) % mask
     noisy_ids = ids.where(~scored, others).masked_fill(masked | batch.hidden_mask, mask)
-    num_scored = max(all_reduce({"scored": scored.sum()})["scored"], 1)
+    num_scored = max(over_ranks(scored.sum()), 1)
     if args.cart_p:
         return noisy_ids, context_weights(masked, batch, args.cart_p), num_scored
     weights = scored / t if objective.weight == "1/t" else scored.float()
@@ -354,8 +354,8 @@ def main(args):
             noise = sample_masks(batch, args, model.objective)
         with clock("update"), router_metrics(model) as routing:
             metrics = update(model, optimizer, batch, noise, step, args)
-        tokens = all_reduce({"tokens": (batch.document_ids >= 0).sum()})["tokens"]
-        metrics |= {"speed/tokens_per_s": tokens / clock["time/update"]} | routing
+        rate = over_ranks((batch.document_ids >= 0).sum()) / clock["time/update"]
+        metrics |= {"speed/tokens_per_s": rate} | routing
         metrics |= run.validate(engine, model)
         run.end_step(metrics)
     run.end(engine, model)

@@ -86,9 +86,6 @@ class Args(RolloutFlags):
     beta = 0.0  # no KL: not a flag
     RANGES = {"mc_num": 2, "omega": (0, 1), "eubo_beta": 1, "clip_ratio": 1}
 
-    def num_draws(self, replays):
-        return self.mc_num
-
 
 # What differs on the tiny models, and on others where all weights train.
 # All weights: the official config of GSM8K.
@@ -109,27 +106,29 @@ def sample_masks(batch, iteration, args):
     Weights: tokens / masked tokens of the likelihood block. All draws mask the same prompt tokens,
     in the clean ids too, because a block model attends to those. -> Rows, R = B, K = mc_num
     """
-    c, block, P = batch.completion_mask, batch.block_ids.contiguous(), batch.P
+    # >>> shared: method_states
+    c, block = batch.completion_mask, batch.block_ids.contiguous()
     head, n = torch.searchsorted(block, block), batch.trace.settings["block_length"]
     part = (torch.arange(c.shape[1], device=c.device) - head) // n  # block of the rollout
     tokens, _ = block_counts(c, block)
-    u, v = (batch.uniform(iteration, key)[:, P:].gather(1, head) for key in ("block", "count"))
-    hidden = (batch.uniform(iteration, "prompt") < args.p_mask_context) & batch.valid_mask  # [B, T]
-    hidden[:, P:] = False
-    masked, weights = hidden[:, None].repeat(1, args.mc_num, 1), []
+    u, v = (batch.uniform(iteration, key, head) for key in ("block", "count"))
+    hidden = batch.uniform(iteration, "prompt", batch.offset) < args.p_mask_context  # [B, T]
+    hidden = hidden & batch.valid_mask & (batch.offset < 0)
+    masked, weights = [], []
     for j in range(args.mc_num):
-        noise, shift = batch.uniform(iteration, j)[:, P:], j / args.mc_num
+        noise, shift = batch.uniform(iteration, j), j / args.mc_num
         picked = ((u + shift) % 1 * (tokens / n).ceil()).floor()
         chosen, *_ = choose_in_blocks(c & (part == picked), block, (v + shift) % 1, noise)
         lightly = (part < picked) & (noise < args.p_mask_context)
         # after the EOS all is masked, so that no later token shows where the end is
-        masked[:, j, P:] = chosen | (part > picked) | lightly | ~c
-        scored = masked[:, j, P:] & c
+        masked.append(chosen | (part > picked) | lightly | ~c)
+        scored = masked[j] & c
         weights.append(scored * tokens / block_counts(scored, block)[0].clamp(min=1))
-    rows = Rows(batch, masked, torch.stack(weights, 1))
+    rows = Rows(batch, torch.stack(masked, 1), torch.stack(weights, 1))
+    rows.masked |= hidden[:, None]
     rows.input_ids = torch.where(hidden, batch.mask_token_id, batch.input_ids)
-    rows.group = torch.arange(len(c), device=c.device) // args.num_generations
     return rows
+    # <<< shared: method_states
 
 
 def estimate_logps(logps, rows, args):
@@ -137,6 +136,7 @@ def estimate_logps(logps, rows, args):
 
     The upper one averages over tokens that a draw masked, in log space, because p^beta underflows.
     """
+    # >>> shared: method_bounds
     w, K = rows.weights, rows.weights.shape[1]
     elbo = (w * logps).sum((1, 2)) / (K * rows.completion_mask.sum(1))
     covered = w.any(1)  # [R, L]
@@ -144,13 +144,16 @@ def estimate_logps(logps, rows, args):
     terms = terms.masked_fill(~covered[:, None], 0.0).logsumexp(1) - math.log(K)
     eubo = (terms / args.eubo_beta * covered).sum(1) / covered.sum(1)
     return torch.stack([elbo, eubo], 1)
+    # <<< shared: method_bounds
 
 
 def compute_advantages(rewards, args):
     """Reward minus group mean, not divided by the std. [B] -> [B]"""
+    # >>> shared: method_centred
     groups = rewards.view(-1, args.num_generations)
     groups = groups - groups[:, :1]  # equal rewards give exactly 0
     return (groups - groups.mean(1, keepdim=True)).flatten()
+    # <<< shared: method_centred
 
 
 def group_weights(estimates, rows, args):
@@ -159,7 +162,8 @@ def group_weights(estimates, rows, args):
     ratio = (estimates - old)[:, 0].exp().clamp(max=args.clip_ratio)
     # completions that were left out because their advantage is 0 count with ratio 1
     total = torch.full_like(rows.batch.advantages, args.num_generations)
-    return ratio / total.index_add(0, rows.group, (ratio - 1).to(total))[rows.group]
+    group = rows.sequence // args.num_generations
+    return ratio / total.index_add(0, group, (ratio - 1).to(total))[group]
 
 
 def policy_loss(estimates, old, ref, rows, args):

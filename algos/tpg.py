@@ -73,9 +73,6 @@ class Args(RolloutFlags):
     train_steps: int = 8
     """denoising steps scored, n, chosen at random in every update, without bias; 0: all"""
 
-    def num_draws(self, replays):
-        return min(self.train_steps or replays, replays)
-
 
 # What differs on the tiny models, with all weights, and on real bidirectional models.
 # All weights: BGPO's rate.
@@ -95,15 +92,15 @@ def sample_masks(batch, iteration, args):
 
     The draws after an EOS in the terminal block count: they decided what was revealed before it.
     Where the order does not depend on the draws, those not revealed are noise and are left out.
-    -> Rows, R = B, K = n. targets [R, K, T]: the draws
+    -> Rows, R = B, K = n. targets [R, K, L]: the draws
     """
     draws, replay = batch.trace.records["tokens"], batch.trace.replay_map[:, None]
-    S, scored, pad = draws.shape[1], draws >= 0, torch.nn.functional.pad
+    S, scored = draws.shape[1], draws >= 0
     step = torch.arange(S, device=draws.device)[:, None]
     if args.remasking == "random":
         scored &= replay == step
-    rows = Rows(batch, pad((replay >= step) | (replay < 0), (batch.P, 0)), scored)
-    rows.targets, rows.temperature = pad(draws.clamp(min=0), (batch.P, 0)), args.temperature
+    rows = Rows(batch, (replay >= step) | (replay < 0), scored)
+    rows.targets, rows.temperature = draws.clamp(min=0), args.temperature
     rows = rows.subsample(args.num_draws(S), iteration)
     rows.targets = rows.targets.long()
     return rows
@@ -116,15 +113,18 @@ def estimate_logps(logps, rows, args):
 
 def compute_advantages(rewards, args):
     """Reward minus group mean: 1 - 1 / G of the exact gradient in expectation. [B] -> [B]"""
+    # >>> shared: method_centred
     groups = rewards.view(-1, args.num_generations)
     groups = groups - groups[:, :1]  # equal rewards give exactly 0
     return (groups - groups.mean(1, keepdim=True)).flatten()
+    # <<< shared: method_centred
 
 
 def policy_loss(estimates, old, ref, rows, args):
     """PPO clip and k3 KL of every draw, summed. estimates, old, ref [R, K, L] -> loss, metrics"""
     # [R, 1, 1], [R, K, L]
     A, c = rows.advantages[:, None, None], rows.weights / rows.batch.num_sequences
+    # >>> shared: method_clip
     ratio = (estimates - old).exp()
     clipped = ratio.clamp(1 - args.epsilon, 1 + args.epsilon)
     policy = (-torch.minimum(ratio * A, clipped * A) * c).sum()
@@ -137,6 +137,7 @@ def policy_loss(estimates, old, ref, rows, args):
         "policy/clip_frac": ((clipped * A < ratio * A) * c).sum(),
         "policy/weight": c.sum(),
     }
+    # <<< shared: method_clip
 
 
 # >>> shared: parallelize

@@ -52,7 +52,7 @@ TINY = {  # what every method takes on the tiny models
 # isort: split
 from dataclasses import replace
 
-from distributed.groups import all_reduce
+from distributed.groups import over_ranks
 from models.value import load_value_model
 
 
@@ -100,8 +100,7 @@ class Args(RolloutFlags):
     RANGES = {"shrink": 1}
 
     def num_draws(self, replays):
-        rounds = -(-replays // self.shrink)  # rounded up
-        return min(self.train_steps or rounds, rounds)
+        return super().num_draws(-(-replays // self.shrink))  # rounds, rounded up
 
 
 # What differs on the tiny models, with all weights, and on real bidirectional models.
@@ -135,15 +134,13 @@ def sample_masks(batch, iteration, args):
     k = torch.arange(-(-num_replays // args.shrink), device=rounds.device)[:, None]
     scored = (rounds == k) & (batch.completion_mask & mine[:, None])[:, None]
     size = scored.sum(2, keepdim=True).clamp(min=1) if args.row_mean else args.gen_length
-    masked = torch.nn.functional.pad((rounds >= k) | (rounds < 0), (batch.P, 0))
-    rows = Rows(batch, masked, scored / size)
+    rows = Rows(batch, (rounds >= k) | (rounds < 0), scored / size)
     rows.advantages = mine.float()  # those of a trained group count, even where theirs is 0
-    rows.sequence = torch.arange(len(mine), device=mine.device)
     # draws with a scored token, over all ranks: the rows of the paper
-    rows.total = max(all_reduce({"rows": scored.any(2).sum()})["rows"], 1)
+    rows.total = max(over_ranks(scored.any(2).sum()), 1)
     if args.nll_weight:
         right = (batch.rewards >= 1).float()
-        rows.right = right / (all_reduce({"": rows.weights.sum((1, 2)) @ right})[""] or 1)  # [B]
+        rows.right = right / (over_ranks(rows.weights.sum((1, 2)) @ right) or 1)  # [B]
     return rows.subsample(args.num_draws(num_replays), iteration)
 
 
@@ -350,7 +347,7 @@ def main(args):
     run.begin(engine, model)
     # <<< shared: load
     if args.value_model:
-        critic = load_value_model(args.model, model, optimizer, parallelize, args)
+        critic = load_value_model(build_policy(device, args), device, optimizer, parallelize, args)
         run.saves.include(*critic, run.start)
     for step, clock in run.steps():
         # >>> shared: rollout

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from distributed.groups import StepMetrics, all_reduce, rank_share, setup_distributed
+from distributed.groups import StepMetrics, over_ranks, rank_share, setup_distributed
 from distributed.sequence import data_rank
 from distributed.sharding import reduce_gradients, register_forwards, sharding
 from models import adapters_off, add_lora, load_weights, meta_model, router_metrics, set_speed
@@ -96,7 +96,6 @@ class Batch:
     # [B, T] likelihood block: its tokens are predicted jointly, given the blocks before it
     block_ids: torch.Tensor
     sample_index: torch.Tensor  # [B] index in the step, over all ranks: keys the draws
-    mask_token_id: int
     seed: int
     step: int
     num_pairs: float  # of the step on all ranks
@@ -232,11 +231,10 @@ def make_batch(pairs, first, args, model, step, device):
         answer_mask,
         model.grid(valid_mask)[1],
         2 * first + torch.arange(len(rows), device=device),
-        model.mask_token_id,
         args.seed,
         step,
         num_pairs=args.batch_size,
-        num_tokens=all_reduce({"tokens": answer_mask[0::2].sum()})["tokens"],
+        num_tokens=over_ranks(answer_mask[0::2].sum()),
     )
 
 
@@ -252,7 +250,7 @@ def draw_batch(stream, model, device, step, args):
 def draw_elbos(model, batch, masks, rows):
     """The only forward in training: one-draw ELBOs of R sequences. -> [R, n] fp32"""
     input_ids, weights = batch.input_ids[rows], masks.weights[rows]
-    noisy_ids = torch.where(masks.masked[rows], batch.mask_token_id, input_ids[:, None])
+    noisy_ids = torch.where(masks.masked[rows], model.mask_token_id, input_ids[:, None])
     logps = model.logps(input_ids, noisy_ids, weights != 0, batch.valid_mask[rows])
     return (weights.to(logps.dtype) * logps).sum(2)
 
@@ -286,11 +284,6 @@ def backward(model, batch, masks, ref_elbos, args):
     return sums
 
 
-def held_out_args(args):
-    """Fields with which held-out pairs are drawn and scored: the same whatever the training's."""
-    return replace(args, mc_num=HELD_OUT_DRAWS, masks_per_timestep=1)
-
-
 def held_out_draws(pairs, args, model, reference, device):
     """This rank's held-out pairs, draws, and reference values there. -> Batch, Masks, [B, n]
 
@@ -302,7 +295,7 @@ def held_out_draws(pairs, args, model, reference, device):
     mine = [pairs[min(i, len(pairs) - 1)] for i in range(first, first + share)]
     # no training step is -1
     batch = replace(make_batch(mine, first, args, model, -1, device), num_pairs=len(pairs))
-    masks = sample_masks(batch, held_out_args(args), "held")
+    masks = sample_masks(batch, args, "held")
     return batch, masks, elbo_values(reference, batch, masks, args)
 
 
@@ -310,9 +303,9 @@ def held_out_metrics(model, batch, masks, ref_elbos, prefix, args):
     """Share of held-out pairs with a positive margin, and the mean margin. Collective."""
     real = int((batch.sample_index < 2 * batch.num_pairs).sum())
     elbos = elbo_values(model, batch, masks, args)[:real]
-    _, metrics = preference_loss(elbos, ref_elbos[:real], batch, held_out_args(args))
-    names = "accuracy", "margin"
-    return all_reduce({f"reward/{prefix}_{name}": metrics[f"reward/{name}"] for name in names})
+    _, metrics = preference_loss(elbos, ref_elbos[:real], batch, args)
+    mean = lambda name: over_ranks(metrics[f"reward/{name}"])
+    return {f"reward/{prefix}_{name}": mean(name) for name in ("accuracy", "margin")}
 
 
 def load_pairs(held_out, model, args):
@@ -342,9 +335,10 @@ def main(args):
     run.say(held_out.facts)
     # <<< shared: offline_start
     run.say("\n".join(pairs.report(f"{split} pairs") for split, pairs in compared.items()))
+    held = replace(args, mc_num=HELD_OUT_DRAWS, masks_per_timestep=1)
     with adapters_off(ref or model) as reference:
         compared = {
-            split: held_out_draws(pairs, args, model, reference, device)
+            split: held_out_draws(pairs, held, model, reference, device)
             for split, pairs in compared.items()
             if pairs
         }
@@ -352,7 +346,7 @@ def main(args):
     def score(split, name):
         metrics = held_out.score(engine, split, name, model)
         if split in compared:
-            metrics |= held_out_metrics(model, *compared[split], name, args)
+            metrics |= held_out_metrics(model, *compared[split], name, held)
         return metrics
 
     if engine and not run.start:
@@ -368,8 +362,8 @@ def main(args):
         if args.evaluates(step + 1):
             with clock("eval"):
                 metrics |= score("validation", "eval")
-        tokens = all_reduce({"tokens": batch.valid_mask.sum()})["tokens"]
-        metrics |= {"speed/tokens_per_s": tokens / clock["time/update"]} | routing
+        rate = over_ranks(batch.valid_mask.sum()) / clock["time/update"]
+        metrics |= {"speed/tokens_per_s": rate} | routing
         run.end_step(metrics)
     if engine and not run.stopped:
         run.write(args.max_steps, score("test", "test"))

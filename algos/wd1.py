@@ -86,15 +86,15 @@ def sample_masks(batch, iteration, args):
     A masked prompt token is masked in the clean ids too: a block model attends to those.
     -> Rows, R = B sequences, K = 1, weight 1 on every completion token
     """
-    L = batch.completion_mask.shape[1]
-    # hidden: masked tokens of the prompt; masked: those and the completion
-    hidden = (batch.uniform(iteration, 0) < args.p_mask_prompt) & batch.valid_mask  # [B, T]
-    hidden[:, -L:] = False
-    masked = hidden.clone()
-    masked[:, -L:] = True
-    rows = Rows(batch, masked[:, None], batch.completion_mask[:, None])
+    # >>> shared: method_one_pass
+    c = batch.completion_mask
+    hidden = batch.uniform(iteration, 0, batch.offset) < args.p_mask_prompt  # [B, T]
+    hidden = hidden & batch.valid_mask & (batch.offset < 0)  # of the prompt alone
+    rows = Rows(batch, torch.ones_like(c)[:, None], c[:, None])
+    rows.masked |= hidden[:, None]
     rows.input_ids = torch.where(hidden, batch.mask_token_id, batch.input_ids)
     return rows
+    # <<< shared: method_one_pass
 
 
 def estimate_logps(logps, rows, args):

@@ -10,6 +10,8 @@ import torch
 
 from run.log import describe_device
 
+synchronize = torch.cuda.synchronize if torch.cuda.is_available() else int
+
 
 def timed(function):
     """-> seconds until the GPU has finished, value of function()"""
@@ -18,11 +20,6 @@ def timed(function):
     value = function()
     synchronize()
     return time.perf_counter() - start, value
-
-
-def synchronize():
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
 
 
 def report(facts, function, *args):
@@ -41,7 +38,5 @@ def report(facts, function, *args):
         traceback.print_exc()
         found = {"error": f"{type(error).__name__}: {error}"[:300]}
     if not int(os.environ.get("RANK", 0)):
-        line = facts | found | {"device": describe_device()}
-        rounded = {k: round(v, 4) if isinstance(v, float) else v for k, v in line.items()}
-        print(json.dumps(rounded), flush=True)
+        print(json.dumps(facts | found | {"device": describe_device()}), flush=True)
     return found

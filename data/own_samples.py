@@ -41,7 +41,7 @@ def main(samples: list[str], out: str, wrong: float = 1.0, mixed: str = ""):
             for online scripts. From a group of equal rewards nothing is learned
     """
     is_right, verdicts = {}, defaultdict(set)
-    for row in (row for path in samples for row in read_rows(path, "samples", ())):
+    for row in (row for path in samples for row in read_rows(path, "samples")):
         asked, right = {"prompt": row["prompt"]}, row["score"] == 1
         if not row["truncated"]:
             is_right[dumps(asked | {"response": row["completion"]}) + "\n"] = right
@@ -65,7 +65,7 @@ def right_answers(path, tokenizer, asked):
     """path: one of `samples` below; asked: the prompts that the run is scored on -> TokenRows of
     prompt, canvas, and of each of its tokens the number of the forward that revealed it, -1 of
     masks"""
-    rows, asked = read_rows(path, "samples", ()), set(map(question, asked))
+    rows, asked = read_rows(path, "samples"), set(map(question, asked))
     kept = [
         [
             array("i", ids)

@@ -45,10 +45,10 @@ def countdown(preset, split, limit=None):
     the same numbers stay together. "small" holds every number order of every solvable problem; the
     drawn presets hold each problem once.
     """
-    problems, style = drawn_problems(preset, split), COUNTDOWN[preset]["style"]
-    problems = small_problems(split) if preset == "small" else islice(problems, ROWS[split])
+    drawn = islice(drawn_problems(preset, split), ROWS[split])
+    problems = small_problems(split) if preset == "small" else drawn
     return [
-        {"numbers": list(numbers), "target": target, "style": style}
+        {"numbers": list(numbers), "target": target, "style": COUNTDOWN[preset]["style"]}
         for numbers, target in islice(problems, limit)
     ]
 
@@ -122,37 +122,32 @@ def drawn_value(values, operators, rng):
         operator = rng.choice(operators)
         if operator == "/" and (b == 0 or a % b):
             return None
-        values.append(a // b if operator == "/" else OPERATORS[operator](a, b))
+        values.append(int(OPERATORS[operator](a, b)))
     return values[0]
 
 
-@lru_cache(maxsize=1)  # the answers of one problem are asked for in a row; more takes much memory
+@lru_cache(maxsize=32)  # five numbers have 31 parts; those of more problems take much memory
 def expressions(numbers, operators):
     """-> {text: (value, rank)} of all expressions over all of the sorted numbers.
 
     rank: 0 for a sum, 1 for a product, 2 for a single number.
     """
-
-    @cache
-    def over(numbers):
-        if len(numbers) == 1:
-            return {str(numbers[0]): (Fraction(numbers[0]), 2)}
-        found, N = {}, len(numbers)
-        pick = lambda chosen: tuple(numbers[i] for i in range(N) if chosen >> i & 1)
-        for left, right in {(pick(c), pick(~c)) for c in range(1, 2**N - 1)}:
-            for left_text, (a, left_rank) in over(left).items():
-                for right_text, (b, right_rank) in over(right).items():
-                    for operator in operators:
-                        rank = 0 if operator in "+-" else 1
-                        # a-(b-c) is a-b+c and a/(b*c) is a/b/c: only those without brackets
-                        if right_rank == rank or (operator == "/" and b == 0):
-                            continue
-                        first = f"({left_text})" if left_rank < rank else left_text
-                        second = f"({right_text})" if right_rank < rank else right_text
-                        found[first + operator + second] = (OPERATORS[operator](a, b), rank)
-        return found
-
-    return over(numbers)
+    if len(numbers) == 1:
+        return {str(numbers[0]): (Fraction(numbers[0]), 2)}
+    found, N = {}, len(numbers)
+    pick = lambda chosen: tuple(numbers[i] for i in range(N) if chosen >> i & 1)
+    for left, right in {(pick(c), pick(~c)) for c in range(1, 2**N - 1)}:
+        for left_text, (a, left_rank) in expressions(left, operators).items():
+            for right_text, (b, right_rank) in expressions(right, operators).items():
+                for operator in operators:
+                    rank = 0 if operator in "+-" else 1
+                    # a-(b-c) is a-b+c and a/(b*c) is a/b/c: only those without brackets
+                    if right_rank == rank or (operator == "/" and b == 0):
+                        continue
+                    first = f"({left_text})" if left_rank < rank else left_text
+                    second = f"({right_text})" if right_rank < rank else right_text
+                    found[first + operator + second] = (OPERATORS[operator](a, b), rank)
+    return found
 
 
 def drawn_boards(split):

@@ -48,7 +48,7 @@ def held_out_pairs(task, split, data, limit, score_all):
     first, step = 0, 1
     if not is_own(task, data):
         names = {name.removesuffix("_prefs") for name in splits_of(data)}
-        if "test" in names and "validation" not in names:
+        if "validation" not in names:
             split, first, step = "test", int(split == "test"), 2
         if split not in names:
             return []

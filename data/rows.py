@@ -45,7 +45,7 @@ def open_rows(path, split, presets, config=None):
         raise SystemExit(f"{path}: no such file that ends in {', '.join(READERS)}{known}")
 
 
-def read_rows(path, split, presets, limit=None, config=None):
+def read_rows(path, split, presets=(), limit=None, config=None):
     """`open_rows` as a list of Row: at most `limit` rows, the first."""
     rows = islice(open_rows(path, split, presets, config), limit)
     return [Row(f"{path} row {number}", row) for number, row in enumerate(rows, 1)]
@@ -79,7 +79,8 @@ def whole_path(text):
 
 
 def is_hub_id(path):
-    return "/" in path and not Path(path).exists() and Path(path).suffix not in READERS
+    name = Path(path.partition("@")[0])
+    return "/" in path and not name.exists() and name.suffix not in READERS
 
 
 def at_revision(path):

@@ -180,5 +180,5 @@ def messages_of(cell, role="assistant"):
             "role": ROLES[turn.get("from") or turn["role"]],
             "content": turn.get("value", turn.get("content")),
         }
-        for turn in cell or ()
+        for turn in cell
     ]

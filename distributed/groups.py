@@ -72,6 +72,11 @@ def all_reduce(values):
     return dict(zip(values, tensor.tolist(), strict=True))
 
 
+def over_ranks(number):
+    """-> float, its sum over ranks, see all_reduce"""
+    return all_reduce({"": number})[""]
+
+
 def gather(item):
     """-> [item of every rank], on every rank"""
     items = [None] * dist.get_world_size()

@@ -53,10 +53,8 @@ def sharding(model, mixed):
     layout = {"ignored_params": replicas, "mesh": mesh}
     layout["reshard_after_forward"] = not model.gathers_once
     fp32_modules = [m for m in model.fp32_modules if not replicas.issuperset(m.parameters())]
-    modules = [*([] if model.gathers_once else model.layers), model]
-    model.groups = [*fp32_modules, *modules]
-    types = [()] * len(fp32_modules) + [mixed] * len(modules)
-    return [(module, kind, layout) for module, kind in zip(model.groups, types, strict=True)]
+    model.groups = [*fp32_modules, *([] if model.gathers_once else model.layers), model]
+    return [(one, () if one in fp32_modules else mixed, layout) for one in model.groups]
 
 
 def register_forwards(model):

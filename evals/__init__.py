@@ -9,10 +9,10 @@ from importlib import import_module
 from numbers import Real
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 
 from data.planning import split_of
+from distributed.groups import gather
 from evals.math_grader import MAX_LENGTH, MAX_TEXT, boxes
 from evals.own import SECONDS, guarded, load_file
 from evals.sandbox import in_threads
@@ -137,19 +137,18 @@ def mean_score(engine, task, tokenizer, problems, name, **settings):
     """
     share = math.ceil(len(problems) / dist.get_world_size())
     first = dist.get_rank() * share
-    scores, kept = torch.zeros(len(problems), dtype=torch.float64, device=engine.device), []
+    found, kept = [], []
     if mine := problems[first : first + share]:
         examples, prompts = zip(*mine, strict=True)
         trace = engine.generate(list(prompts), sample_offset=first, **settings)
         if engine.held is None:  # otherwise the next rollout makes room before the next update
             engine.release()
         found = score_all(task, trace.texts(tokenizer), examples)
-        scores[first : first + share] = scores.new_tensor(found)
         places = range(len(mine))[:KEPT]
         kept = [trace.describe(i, tokenizer, found[i], examples[i]) for i in places]
-    dist.all_reduce(scores)
-    error, distinct = standard_error(task, [one for one, _ in problems], scores.tolist())
-    mean = {f"{name}/{task.NAME}": scores.mean().item()}
+    scores = sum(gather(found), [])
+    error, distinct = standard_error(task, [one for one, _ in problems], scores)
+    mean = {f"{name}/{task.NAME}": sum(scores) / len(scores)}
     return mean | {f"error/{name}": error, f"problems/{name}": distinct}, kept
 
 
@@ -184,7 +183,7 @@ def final_answer(completion):
     """
     text = DECORATION.sub("", OTHER_BOX.sub(r"\\boxed{", completion[-MAX_TEXT:]))
     tagged = tagged_answer(text) or ""
-    alone = "" if r"\boxed{" in tagged or "\n" in unwrapped(tagged) else tagged
+    alone = "" if "\n" in unwrapped(tagged) else tagged
     answers = [*boxes(text, unclosed=True), alone, *boxes(f"{tagged}\n", unclosed=True)]
     answers = (unwrapped(answer.partition("</")[0]) for answer in reversed(answers))
     is_good = lambda text: len(text) <= MAX_LENGTH and not PLACEHOLDER.fullmatch(text)

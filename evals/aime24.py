@@ -37,7 +37,7 @@ class Aime:
         """
         needs = f"{COLUMNS}, with an integer from 0 to 999 as answer"
         own = self.HUB, self.hub_split
-        return read_examples(self.read, needs, path, split, limit=limit, own=own)
+        return read_examples(self.read, needs, path, split, limit, own)
 
     def read(self, row):
         example = problem(row)

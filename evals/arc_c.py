@@ -26,9 +26,9 @@ class ArcC(Choices):
 
     def load(self, split, path=None, limit=None):
         """As Choices.load. "dare": the validation rows with four options."""
-        dare = path == "dare"
-        examples = super().load("validation") if dare else super().load(split, path)
-        return [one for one in examples if not dare or len(one["options"]) == 4][:limit]
+        if path != "dare":
+            return super().load(split, path, limit)
+        return [one for one in super().load("validation") if len(one["options"]) == 4][:limit]
 
     def read(self, row):
         # some rows label their options 1 to 4: only the position counts

@@ -81,11 +81,9 @@ def extract(completion, example):
     completion = own_part(completion[-MAX_TEXT:])
     completion = SPECIAL.sub("\n", tagged_answer(completion) or completion)
     line = "\n\n" if " " in example["gold"] else "\n"
-    *before, text = ANSWER_IS.split(completion)
-    text = text.strip() if before else ""
-    alone = "" if before or line in completion.strip() else completion
-    text = last_box(text or completion) or text or alone
-    text = text[: MAX_LENGTH + 1].strip().split(line)[0]
+    *before, text = ANSWER_IS.split(completion.strip())
+    text = last_box(text) or (text if before or line not in text else "")
+    text = text.strip()[: MAX_LENGTH + 1].split(line)[0]
     bold = re.findall(r"(?<!\w)(?<!not )\*\*(.+?)\*\*(?!\s+or\b)", text)
     text = " ".join(bold) or text
     text = text.strip().removesuffix(".").strip()

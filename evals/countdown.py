@@ -91,7 +91,7 @@ def load(split, path=None, limit=None):
     if path in PRESETS:
         examples = countdown(path, split, limit)
     else:
-        examples = read_examples(_problem, COLUMNS, path, split, PRESETS, limit)
+        examples = read_examples(_problem, COLUMNS, path, split, limit, presets=PRESETS)
     return [example | style for example in examples]
 
 
@@ -150,7 +150,7 @@ def evaluate(text):
     if ILLEGAL.search(text) or len(re.findall(r"[-+*/(]", text)) > MAX_DEPTH:
         return None
     try:  # the filter leaves nothing else to Python's parser than numbers in fractions
-        value = eval(DIGITS.sub(r"Fraction(\g<0>)", text.strip()), {"Fraction": Fraction})
+        value = eval(DIGITS.sub(r"Fraction(\g<0>)", text), {"Fraction": Fraction})
     except (SyntaxError, TypeError, ArithmeticError):
         return None
     return value, sorted(map(int, DIGITS.findall(text)))
@@ -160,7 +160,7 @@ def _problem(row):
     numbers, target = planning_row(row, "nums" if "nums" in row else "numbers", "target")
     numbers = [int(number) for number in str(numbers).strip("[] ").split(",")]
     # Dream: the input ends with the target, the output has solution steps
-    target = numbers.pop() if "=" in str(target) else int(str(target).strip("[] "))
+    target = numbers.pop() if "=" in str(target) else int(str(target))
     if min(numbers) < 0:
         raise ValueError("a negative number")
     return {"numbers": numbers, "target": target, "style": "tags"}

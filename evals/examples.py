@@ -2,7 +2,6 @@
 
 import re
 from itertools import chain, cycle
-from pathlib import Path
 
 from data.planning import stable_hash
 from data.rows import is_of, read_rows
@@ -18,7 +17,7 @@ NEXT = re.compile(
 VALIDATION = 512  # rows held out of a hub data set's train split if it has no validation split
 
 
-def read_examples(read, needs, path, split, presets=(), limit=None, config=None, own=None):
+def read_examples(read, needs, path, split, limit=None, own=None, presets=(), config=None):
     """`parse_rows` of a .jsonl, .jsonl.gz, .csv or .parquet file or of a hub data set: the first
     `limit` rows. own: (hub id, the hub's name of its one split, which is for testing); the id
     itself without a path.
@@ -35,13 +34,10 @@ def read_examples(read, needs, path, split, presets=(), limit=None, config=None,
 
 def source_and_style(data, default, styles=STYLES):
     """ "rows.jsonl@d1" -> "rows.jsonl", {"style": "tags"}; "d1" -> default, {"style": "tags"};
-    other data -> itself, {}; none -> default, {}. SystemExit for a file with an unknown style lists
-    the known ones."""
+    other data -> itself, {}; none -> default, {}."""
     source, _, name = (data or "").rpartition("@")
     if name in styles:
         return source or default, {"style": styles[name]}
-    if Path(source).is_file():
-        raise SystemExit(f"{data}: no style {name!r}; known: {', '.join(styles)}")
     return data or default, {}
 
 
@@ -97,8 +93,9 @@ def planning_row(row, question, answer):
     """The columns `question` and `answer` of a row, or what DARE or Dream have in their place."""
     if isinstance(row.get("reward_model"), dict):  # DARE
         return row["extra_info"][question], row["reward_model"]["ground_truth"]
-    dream = "input" in row and "output" in row
-    return (row["input"], row["output"]) if dream else (row[question], row[answer])
+    if "output" in row:  # Dream
+        return row["input"], row["output"]
+    return row[question], row[answer]
 
 
 def one_split(task, split, known):

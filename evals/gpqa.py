@@ -49,7 +49,7 @@ class Gpqa(Choices):
     def load(self, split, path=None, limit=None):
         """As Choices.load. With @FILE.py behind the path DARE's prompt, in the style "shown", whose
         five worked questions are read from that file."""
-        path, _, file = path.rpartition("@") if (path or "").endswith(".py") else (path, "", "")
+        path, file = re.fullmatch(r"(.*?)(?:@(.*\.py))?", path or "").groups()
         examples, shuffle = super().load(split, path, limit), Random(0).shuffle
         for number, example in enumerate(examples, 1):
             options, first = example["options"], number % 4

@@ -260,7 +260,7 @@ def extract(completion, example):
     if "tags" not in example["style"]:
         lines = re.split(r"(?:box(?:ed)?\s*\{|</answer>)[^\n]*", completion)
         last = stated(rewritten(completion if last is None else lines[-1], PLAIN), last)
-    if last and not normalised(last) and SENTENCE.fullmatch(sentence := rewritten(last, PLAIN)):
+    if last and SENTENCE.fullmatch(sentence := rewritten(last, PLAIN)):
         numbers = {*IN_TEXT.findall(sentence)}
         last = numbers.pop() if len(numbers) == 1 else last
     return last and normalised(last) or last if len(last or "") <= MAX_LENGTH else None

@@ -37,7 +37,7 @@ def load(split, path=None, limit=None, hub=HUB):
     path: empty for the hub's rows, which are "test" only; a .jsonl, .jsonl.gz, .csv or .parquet
     file; or a hub id.
     """
-    return read_examples(_problem, COLUMNS, path, split, limit=limit, own=(hub, "test"))
+    return read_examples(_problem, COLUMNS, path, split, limit, (hub, "test"))
 
 
 def prompt(example):
@@ -66,7 +66,7 @@ def program(completion, example):
     stub = example["prompt"].rstrip() + "\n"
     if defines(code, [example["entry_point"]]):
         return f"{stub}\n\n{code}"
-    code = code.strip("\n").rstrip()
+    code = code.strip("\n")
     indent = lambda text: textwrap.indent(textwrap.dedent(text), "    ")
     indent_first = lambda text: re.sub(r"\A[^\S\n]*", "    ", text)
     cut = re.split(r"\n(?=\S)", code, maxsplit=1)[0]

@@ -21,11 +21,10 @@ import json
 import pickletools
 import re
 import zlib
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-from data.rows import json_object, one_line, reach_hub
+from data.rows import objects, one_line, reach_hub
 from evals.examples import as_text, one_split, parse_rows
 from evals.programs import code_of, passed
 from evals.sandbox import Job
@@ -198,11 +197,8 @@ def load(split, path=None, limit=None):
     examples = []
     for name in files_of(source, split):
         with open(name, "rb") as file:
-            lines = filter(bytes.strip, iter(file.readline, b""))
-            for number, line in enumerate(lines, 1):
-                row = {}
-                with suppress(ValueError):  # parse_rows refuses it with its number
-                    row = json_object(line)
+            rows = objects(name, iter(file.readline, b""))
+            for number, (line, row) in enumerate(rows, 1):
                 [example] = parse_rows(_problem, COLUMNS, name, [row], number)
                 if first <= example.pop("date") <= (last or "9999"):
                     examples.append(example | {"private": (name, file.tell() - len(line))})

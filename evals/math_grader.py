@@ -302,16 +302,13 @@ def _is_copy(answer, gold, formulas):
 
 
 def _first_program(texts):
-    """Number of the first text that Python's parser accepts, len(texts) if there is none."""
+    """The first text that Python's parser accepts; None if there is none."""
     import ast
 
-    for number, text in enumerate(texts):
-        try:
+    for text in texts:
+        with suppress(Exception):  # whatever it is, the text is no program
             ast.parse(text)
-            return number
-        except Exception:  # whatever it is, the text is no program
-            pass
-    return len(texts)
+            return text
 
 
 def _is_zero(formula):

@@ -89,7 +89,7 @@ def load(split, path=None, limit=None):
     path: empty for the hub's rows; a .jsonl, .jsonl.gz, .csv or .parquet file; or a hub id.
     """
     path = path or HUB
-    rows = read_rows(path, split, (), config="full" if is_of(path, HUB) else None)
+    rows = read_rows(path, split, config="full" if is_of(path, HUB) else None)
     ours = lambda number: not number.isdigit() or int(number) in SPLITS[split]
     rows = [row for row in rows if ours(str(row.get("task_id", "")))]
     return parse_rows(_problem, COLUMNS, path, rows[:limit])

@@ -52,7 +52,7 @@ def load(split, path=None, limit=None):
     path: empty for the hub's rows, which are "test" only; a .jsonl or .parquet file with the hub's
     columns, which gives the same rows for every split; or a hub id.
     """
-    return read_examples(_problem, COLUMNS, path, split, (), limit, CONFIG, (HUB, "train"))
+    return read_examples(_problem, COLUMNS, path, split, limit, (HUB, "train"), config=CONFIG)
 
 
 def prompt(example):
@@ -93,7 +93,7 @@ def split_outside(text):
             parts[-1] += f",{piece}"
         else:
             parts.append(piece)
-    return [part.strip() for part in parts if part.strip()]
+    return [*filter(str.strip, parts)]
 
 
 def answers_in(text, multiple):

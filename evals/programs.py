@@ -4,7 +4,7 @@ import re
 import textwrap
 
 from evals.math_grader import ask
-from evals.sandbox import MAX_CODE, run
+from evals.sandbox import run
 
 # the only run of three or more backquotes on its line, what stands before it, and behind it
 FENCE = re.compile(r"^((?:(?!```)[^\n])*)`{3,}([^\n`]*)$", re.MULTILINE)
@@ -20,6 +20,7 @@ DEFINITION = re.compile(
     re.MULTILINE,
 )
 QUOTED = re.compile(r"^>(?!>) ?", re.MULTILINE)  # Markdown's; >>> is Python's
+MAX_CODE = 1_000_000  # characters at the end of a completion that are read
 MAX_CUTS = 50  # lines at which `trimmed` looks for the end of the code
 
 
@@ -73,12 +74,11 @@ def code_of(text, names):
 
 
 def with_helpers(code, others, names):
-    """The code behind those definitions of other blocks that it uses: imports, functions, but
-    none of `names`, which are its own."""
+    """The code behind those definitions of other blocks that it uses: imports, functions."""
     words, parts = {"*", *re.findall(r"\w+", code)}.difference(names), [code]
     for found in reversed([*DEFINITION.finditer(others)]):
         bound = re.findall(r"\w+|\*", found[1] or found[2] or "")
-        if not words.isdisjoint(bound) and not defines(found[0], names):
+        if not words.isdisjoint(bound):
             words.update(re.findall(r"\w+", found[0]))
             parts.append(found[0])
     return "\n".join(reversed(parts))
@@ -89,18 +89,16 @@ def trimmed(text):
     looks like code to the last one up to which it parses."""
     start = CODE_LINE.search(text)
     code = text[start.start() :] if start else text
-    ends = [*(line.start() for line in re.finditer(r"\n(?=\S)", code)), len(code)]
+    ends = [end.start() for end in re.finditer(r"\n(?=\S)|\Z", code)]
     parts = (code[:end] for end in reversed(ends[-MAX_CUTS:]))
     return first_program([text, *parts]) or code
 
 
 def first_program(texts):
-    """The first text that Python's parser accepts, of those that the sandbox would run; None if
-    there is none. It runs in another process, for five seconds at most: a long chain of dots or
-    calls takes it longer, and then there is none, which stderr says."""
-    texts = [text for text in texts if len(text) <= MAX_CODE]
-    number = ask("python", texts) if texts else None
-    return None if number is None else next(iter(texts[number:]), None)
+    """The first text that Python's parser accepts; None if there is none. It runs in another
+    process, for five seconds at most: a long chain of dots or calls takes it longer, and then there
+    is none, which stderr says."""
+    return ask("python", texts)
 
 
 def passed(job):

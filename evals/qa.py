@@ -33,7 +33,7 @@ def load(split, path=None, limit=None):
     path: a .jsonl, .csv or .parquet file, or a hub id. Rows have COLUMNS. A file gives the same
     rows for every split; algos/ divide it.
     """
-    return read_examples(_problem, COLUMNS, path, split, limit=limit)
+    return read_examples(_problem, COLUMNS, path, split, limit)
 
 
 def prompt(example):

@@ -55,9 +55,8 @@ def summary(evaluation, rows):
     known["tokens_per_s"] = means.tokens / means.seconds
     result |= known.dropna()  # a file tells none of them
     if paid := [row["reward"] for row in rows if "reward" in row]:
-        parts = pd.DataFrame(paid).mean()
-        parts = {"mean": parts.sum(), "components": parts.to_dict()}
-        result["reward"] = {"name": settings["reward"]} | parts
+        parts, name = pd.DataFrame(paid).mean(), settings["reward"]
+        result["reward"] = {"name": name, "mean": parts.sum(), "components": parts.to_dict()}
     result["failed"] = sum("failed" in row for row in rows)
     return result | evaluation.counts | {"settings": settings}
 

@@ -259,17 +259,19 @@ def tokens_per_forward(completion, example):
     return {"tokens_per_forward": completion.tokens / completion.forwards}
 
 
-REWARDS = (
-    tokens_per_forward,
-    countdown_d1,
-    sudoku_d1,
-    gsm8k_d1,
-    math500_d1,
-    math500_hendrycks,
-    math500_deepscaler,
-    mbpp_diffucoder,
-)
-REWARDS = {reward.__name__: reward for reward in REWARDS}
+REWARDS = {
+    reward.__name__: reward
+    for reward in (
+        tokens_per_forward,
+        countdown_d1,
+        sudoku_d1,
+        gsm8k_d1,
+        math500_d1,
+        math500_hendrycks,
+        math500_deepscaler,
+        mbpp_diffucoder,
+    )
+}
 
 METRICS = "mean", "std", "square", "zero_std_frac", "error_frac"  # reward/... of a rollout
 MOST = 1e18  # of a reward: fp32 holds its square

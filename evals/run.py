@@ -219,8 +219,6 @@ def perplexity(args, load):
         raise SystemExit(f"--text {args.text} --length {args.length}: {error}") from error
     setup_distributed()
     model, nats = readable(load()), torch.zeros(len(chunks)).double()
-    if is_first_rank():
-        print(f"{len(chunks)} chunks, --mc-num {args.mc_num} draws each", file=sys.stderr)
     first, draws = encode(model, tokenizer, ""), (args.mc_num, args.batch_size, args.seed)
     for i in progress(range(dist.get_rank(), len(chunks), dist.get_world_size()), "chunks"):
         bound = elbo(model, len(first), first + chunks[i], *draws, "text", i)

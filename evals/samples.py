@@ -15,8 +15,6 @@ import json
 import math
 from time import perf_counter
 
-import pandas as pd
-
 from data.rows import read_lines, read_rows
 from distributed.disk import write_atomically
 from evals import score_all
@@ -35,7 +33,7 @@ def given(path, samples, n):
     "missing": answers that the file lacks}
     """
     rows, unused = {}, 0
-    for row in read_rows(path, "", ()):
+    for row in read_rows(path, ""):
         place = sample, index = row.get("sample", 0), row.get("index")
         text = row.get("completion")
         if place in rows or not isinstance(text, str):
@@ -55,25 +53,19 @@ def generated(engine, tokenizer, prompts, sampling, seed, sample, indices):
     began, every = perf_counter(), math.ceil(len(prompts) / DETAILED)
     ids = [prompt_ids(tokenizer, prompts[i]) for i in indices]
     trace = engine.generate(ids, seed=seed + sample, sample_offset=indices[0], **sampling)
-    forwards = trace.num_forwards
-    columns = {
-        "index": indices,
-        "sample": sample,
-        "prompt": [prompts[i] for i in indices],
-        "completion": trace.texts(tokenizer),
-        "truncated": trace.truncated.tolist(),
-        "tokens": trace.completion_mask.sum(1).tolist(),
-        "forwards": None if forwards is None else forwards.tolist(),
-        "seconds": (perf_counter() - began) / len(ids),
-    }
-    if trace.step_map is not None:
-        ends = trace.canvas_length.tolist()
-        cut = lambda values: [row[:end] for row, end in zip(values.tolist(), ends, strict=True)]
-        columns |= {"canvas_ids": cut(trace.completion_ids), "reveals": cut(trace.replay_map)}
-    rows = pd.DataFrame(columns).to_dict("records")
-    for i, row in enumerate(rows):
+    own = {"sample": sample, "seconds": (perf_counter() - began) / len(ids)}
+    rows = [
+        {"index": i, "prompt": prompts[i], "completion": text} | vars(text) | own
+        for i, text in zip(indices, trace.texts(tokenizer), strict=True)
+    ]
+    reveals = None if trace.step_map is None else trace.replay_map
+    for place, row in enumerate(rows):
+        if reveals is not None:
+            end = trace.canvas_length[place]
+            row["canvas_ids"] = trace.completion_ids[place, :end].tolist()
+            row["reveals"] = reveals[place, :end].tolist()
         if sample == 0 and row["index"] % every == 0:
-            row |= trace.unmasking(i, tokenizer)
+            row |= trace.unmasking(place, tokenizer)
     return rows
 
 

@@ -14,7 +14,7 @@ arranged), behind walls that every kernel of Linux has:
   - an end: everything that it started is killed before `run` returns
 and, where the kernel gives them, namespaces of its own for network, IPC, processes and files, with
 a read-only root directory of Python and the system's libraries. Containers often forbid those;
-there Landlock keeps it to the same files. Where a kernel has neither, one line on stderr says so.
+there Landlock keeps it to the same files. Where a kernel has neither, a warning says so.
 Against a bug of the kernel itself only a virtual machine helps.
 
 The tests run in another process, and the functions under test are called over a pipe with plain
@@ -22,29 +22,20 @@ values. So an object that equals everything, a patched builtin, a walk over the 
 and an early exit win nothing.
 """
 
-import itertools
 import json
 import os
-import select
 import subprocess
 import sys
 import time
+import warnings
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from evals.sandbox_child import send
-
 CHILD = Path(__file__).with_name("sandbox_child.py")
-MAX_CODE = 1_000_000  # characters of a program; longer ones are not run
 # seconds that start and clean-up may take beyond the limit of a program, on a busy machine
 GRACE = 20.0
 PAUSES = 0.5, 2, 8, 0  # seconds until it starts a program again, if processes or memory lack
-NO_WALLS = (
-    "sandbox: this machine gives neither namespaces nor Landlock: model-written code is run, and "
-    "it can read what its user may read"
-)
-WARNINGS = itertools.count()
 
 
 class SandboxError(SystemExit):
@@ -79,7 +70,7 @@ class Result:
     """What became of a program.
 
     reason: "passed", "wrong" (an assertion), "error" (any other exception), "exited" (without an
-    answer), "timeout", "memory", "long" (not run), "lost" (its supervisor died).
+    answer), "timeout", "memory", "lost" (its supervisor died).
     detail: exception and message. walls: what kept the program off the machine's files:
     "namespaces", "Landlock", or "" for nothing but its uid.
     """
@@ -93,29 +84,29 @@ class Result:
         return self.reason == "passed"
 
 
-def run(job, without=()):
+def run(job):
     """Run the program of a Job to its end. -> Result. SandboxError where the sandbox cannot start
     it; never for what a program does. Other programs may hold what it lacks, so it tries again.
-
-    without: walls to do without, for tests: "namespaces", "landlock".
     """
-    if len(job.code) > MAX_CODE:
-        return Result("long", f"{len(job.code)} characters")
     for pause in PAUSES:
         try:
-            result = _supervised(job, without)
+            result = _supervised(job)
             break
         except OSError as error:
             if not pause:
                 raise SandboxError(f"sandbox: no program can be started ({error})") from error
             time.sleep(pause)
     if result.reason != "lost":
-        if not result.walls and next(WARNINGS) == 0:
-            print(NO_WALLS, file=sys.stderr)
+        if not result.walls:
+            warnings.warn(
+                "this machine gives neither namespaces nor Landlock: model-written code is run, "
+                "and it can read what its user may read",
+                stacklevel=1,
+            )
     elif job == EMPTY:
         raise SandboxError(f"sandbox: its supervisor is killed ({result.detail})")
     else:
-        run(EMPTY, without)  # raises if the fault is the sandbox's own
+        run(EMPTY)  # raises if the fault is the sandbox's own
     return result
 
 
@@ -137,18 +128,17 @@ def in_threads(function, *columns):
         raise
 
 
-def _supervised(job, without):
+def _supervised(job):
     """Start the supervisor, send it the program and its tests, read its one answer. -> Result.
     OSError if it does not come to start the program."""
     site_packages = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
     paths = ["/usr", "/lib", "/lib64", "/bin", sys.base_prefix, *site_packages]
-    settings = vars(job) | {"without": without, "paths": paths, "site_packages": site_packages}
+    settings = vars(job) | {"paths": paths, "site_packages": site_packages}
     # these go by another way, which is read once the candidate has been forked
     sources = [settings.pop(name) for name in ("code", "tests", "prelude")]
     environment = {
         "PATH": "/usr/local/bin:/usr/bin:/bin",
         "HOME": "/",
-        "PYTHONHASHSEED": "0",
         "LANG": "C.UTF-8",
         "TZ": "UTC",
     }
@@ -156,37 +146,29 @@ def _supervised(job, without):
     python = getattr(sys, "_base_executable", sys.executable)
     with subprocess.Popen(
         [python, "-I", "-S", "-B", str(CHILD), json.dumps(settings)],
-        stdin=subprocess.PIPE,  # stays open: its end tells that we are gone
-        stdout=subprocess.PIPE,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,  # its end tells that we are gone
         stderr=subprocess.PIPE,
         cwd="/",
         env=environment,
         start_new_session=True,
         umask=0o022,
-        bufsize=0,
     ) as process:
-        answered = None
+        said = errors = b""
         try:
-            with (
-                suppress(BrokenPipeError),
-                open(process.stdin.fileno(), "wb", closefd=False) as sent,
-            ):
-                send(sent, sources)
-            poll = select.poll()
-            poll.register(process.stdout, select.POLLIN)
-            answered = poll.poll((job.timeout + GRACE) * 1000)
-        finally:
-            if not answered:  # an interrupt, or a supervisor that hangs
-                process.stdin.close()
-                with suppress(subprocess.TimeoutExpired):
-                    process.wait(GRACE)
-                process.kill()
-        try:  # it answers as it ends, in less than a pipe holds
-            return Result(*json.loads(process.stdout.read()))
-        except ValueError:  # it is empty, or cut off
-            lines = process.stderr.read().decode(errors="replace").splitlines()
-        status = process.wait()
-        said = lines[-1] if lines else f"exit {status}"
-        if status > 0:  # by itself: of an error before the program began
-            raise OSError(said)
-        return Result("lost", said)
+            sent = json.dumps(sources).encode() + b"\n"
+            said, errors = process.communicate(sent, job.timeout + GRACE)
+        except subprocess.TimeoutExpired:  # a supervisor that hangs
+            pass
+        finally:  # an interrupt, too
+            process.stdout.close()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(GRACE)
+            process.kill()
+    try:
+        return Result(*json.loads(said))
+    except ValueError:  # it is empty, or cut off
+        why = [f"exit {process.returncode}", *errors.decode(errors="replace").splitlines()][-1]
+    if process.returncode > 0:  # by itself: of an error before the program began
+        raise OSError(why)
+    return Result("lost", why)

@@ -68,34 +68,56 @@ CALLS = """
     fchown 93 55               fsetxattr 190 7            fremovexattr 199 16
     file_setattr 469 469
 """
-# Those refused for some values: x86_64, aarch64, which argument, its mask, smallest, largest.
+# Those refused for some values: x86_64, aarch64, where the argument is, mask, smallest, largest.
 #   mmap: shared and huge pages. fcntl: locks, leases and whom a descriptor signals, all but its own
 #   flags and copies. ioctl: the same, and flags of files; most of terminals and plain descriptors
 #   are below. prlimit, priorities: other processes. open: what empties a file that is not open for
 #   writing. clone: namespaces. madvise: out of memory to the swap. futex: wakers and counts of
 #   waiters in other processes, which may have mapped the same file
 VALUES = """
-    mmap          9  222  3     0x40001       1     0x40001
-    fcntl        72   25  1  0xffffffff       5        1029
-    fcntl        72   25  1  0xffffffff    1031  0xffffffff
-    ioctl        16   29  1  0xffffffff  0x5500  0xffffffff
-    prlimit     302  261  0  0xffffffff       1  0xffffffff
-    setpriority 141  140  0  0xffffffff       1  0xffffffff
-    setpriority 141  140  1  0xffffffff       1  0xffffffff
-    getpriority 140  141  1  0xffffffff       1  0xffffffff
-    openat      257   56  2       0x203   0x200       0x200
-    open          2 9999  1       0x203   0x200       0x200
-    clone        56  220  0  0x7e020000       1  0x7e020000
-    madvise      28  233  2  0xffffffff      20          21
-    futex       202   98  1        0xff       1           8
-    futex       202   98  1        0xff      10        0x7f
+    mmap          9  222  40     0x40001       1     0x40001
+    fcntl        72   25  24  0xffffffff       5        1029
+    fcntl        72   25  24  0xffffffff    1031  0xffffffff
+    ioctl        16   29  24  0xffffffff  0x5500  0xffffffff
+    prlimit     302  261  16  0xffffffff       1  0xffffffff
+    setpriority 141  140  16  0xffffffff       1  0xffffffff
+    setpriority 141  140  24  0xffffffff       1  0xffffffff
+    getpriority 140  141  24  0xffffffff       1  0xffffffff
+    openat      257   56  32       0x203   0x200       0x200
+    open          2 9999  24       0x203   0x200       0x200
+    clone        56  220  16  0x7e020000       1  0x7e020000
+    madvise      28  233  32  0xffffffff      20          21
+    futex       202   98  24        0xff       1           8
+    futex       202   98  24        0xff      10        0x7f
 """
 ARCHITECTURES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}  # AUDIT_ARCH_*, column
-# instructions of BPF
-LOAD, MASK, EQUAL, AT_LEAST, ABOVE, RETURN = 0x20, 0x54, 0x15, 0x35, 0x25, 0x06
-# SECCOMP_RET_*, with EPERM and ENOSYS
-ALLOW, REFUSE, UNKNOWN, END = 0x7FFF0000, 0x00050001, 0x00050026, 0x80000000
-CLONE3 = 435  # its flags are out of sight, in memory; libc has an older call for kernels without it
+# The filter in BPF: instruction, how many to skip if it is true and if not, value. It returns
+# SECCOMP_RET_*, with EPERM or ENOSYS
+BPF = {"load": 0x20, "mask": 0x54, "equal": 0x15, "least": 0x35, "above": 0x25, "return": 0x06}
+# Another architecture ends the program; numbers from 1 << 30 on are those of x32, another way to
+# the same calls; clone3 (435) has its flags out of sight, in memory, and libc has an older call for
+# kernels without it
+FILTER = """
+    load   0 0 4
+    equal  1 0 {}
+    return 0 0 0x80000000
+    load   0 0 0
+    least  0 1 0x40000000
+    return 0 0 0x00050001
+    equal  0 1 435
+    return 0 0 0x00050026
+    {}
+    return 0 0 0x7fff0000
+"""
+REFUSAL = """
+    load   0 0 0
+    equal  0 5 {}
+    load   0 0 {}
+    mask   0 0 {}
+    least  0 2 {}
+    above  1 0 {}
+    return 0 0 0x00050001
+"""
 # Landlock: its system calls, and rights: to read below a directory, to use a device, all
 NEW_RULES, ADD_RULE, RESTRICT = 444, 445, 446
 TO_READ, TO_USE, RIGHTS = 1 | 4 | 8, 2 | 4, (1 << 13) - 1
@@ -112,10 +134,6 @@ PIPES = []  # with the tests: to the candidate, and from it
 
 class Unsupported(BaseException):
     """A value that has no plain form; no test catches it."""
-
-
-class CandidateError(Exception):
-    """The candidate raised something that is no built-in exception."""
 
 
 class Gone(Exception):
@@ -213,7 +231,7 @@ def ask(*request):
     error = getattr(builtins, value, None)
     if isinstance(error, type) and issubclass(error, Exception):
         raise error(detail)
-    raise CandidateError(f"{value}: {detail}")
+    raise Exception(f"{value}: {detail}")  # one of its own
 
 
 # --------------------------------------------------------------------------------------------------
@@ -280,10 +298,8 @@ def become_nobody():
 def limit(**limits):
     """Hard resource limits, as far as they are below those that hold."""
     for name, value in limits.items():
-        kind = getattr(resource, f"RLIMIT_{name}")
-        hard = resource.getrlimit(kind)[1]
-        value = value if hard == resource.RLIM_INFINITY else min(value, hard)
-        resource.setrlimit(kind, (value, value))
+        with suppress(ValueError):  # of a limit that may not be raised
+            resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (value, value))
 
 
 def landlock(paths):
@@ -305,27 +321,19 @@ def refuse_calls():
     architecture, column = ARCHITECTURES[machine]
     rows = [[call, *"0000"] for call in CALLS.split()[1 + column :: 3]]
     rows += [[row[1 + column], *row[3:]] for row in map(str.split, VALUES.strip().splitlines())]
-    rules = [(LOAD, 0, 0, 4), (EQUAL, 1, 0, architecture), (RETURN, 0, 0, END)]
-    # numbers from here on are those of x32, another way to the same calls
-    rules += [(LOAD, 0, 0, 0), (AT_LEAST, 0, 1, 1 << 30), (RETURN, 0, 0, REFUSE)]
-    rules += [(EQUAL, 0, 1, CLONE3), (RETURN, 0, 0, UNKNOWN)]
-    for row in rows:
-        call, argument, mask, low, high = (int(number, 0) for number in row)
-        rules += [(LOAD, 0, 0, 0), (EQUAL, 0, 5, call), (LOAD, 0, 0, 16 + 8 * argument)]
-        rules += [(MASK, 0, 0, mask), (AT_LEAST, 0, 2, low), (ABOVE, 1, 0, high)]
-        rules.append((RETURN, 0, 0, REFUSE))
-    rules.append((RETURN, 0, 0, ALLOW))
-    code = b"".join(struct.pack("=HBBI", *rule) for rule in rules)
-    program = struct.pack("@HP", len(rules), ctypes.cast(code, ctypes.c_void_p).value)
+    text = FILTER.format(architecture, "".join(REFUSAL.format(*row) for row in rows))
+    code = b""
+    for name, *numbers in map(str.split, filter(str.strip, text.splitlines())):
+        code += struct.pack("=HBBI", BPF[name], *(int(number, 0) for number in numbers))
+    program = struct.pack("@HP", len(code) // 8, ctypes.cast(code, ctypes.c_void_p).value)
     system("prctl", SECCOMP, ctypes.c_ulong(2), program)
 
 
-def stands(wall, job):
+def stands(wall, paths):
     """Whether a wall stands that not every kernel gives."""
     with suppress(OSError):
-        if wall.__name__ not in job["without"]:
-            wall(job["paths"])
-            return True
+        wall(paths)
+        return True
     return False
 
 
@@ -340,7 +348,7 @@ def raise_walls(job):
     prctl(NO_NEW_PRIVILEGES, 1)
     prctl(DUMPABLE, 0)  # nobody of the same uid may read this memory
     prctl(DEATH_SIGNAL, signal.SIGKILL)
-    confined = stands(landlock, job)
+    confined = stands(landlock, job["paths"])
     refuse_calls()
     library = os.path.dirname(os.__file__)
     if not os.access(library, os.R_OK | os.X_OK):
@@ -456,12 +464,12 @@ def watch(job, group, verdict):
     """(reason, detail) of a group of processes, whose tests send a verdict; None if the caller is
     gone."""
     poll = select.poll()
-    poll.register(verdict, select.POLLIN)
-    poll.register(0, 0)  # its end alone: the tests read it
+    poll.register(verdict)
+    poll.register(1, 0)  # nobody reads it: an error
     deadline, pause = time.monotonic() + job["timeout"], WATCH
     while (left := deadline - time.monotonic()) > 0:
         ready = dict(poll.poll(1000 * min(pause, left)))
-        if 0 in ready:
+        if 1 in ready:
             return None
         if ready:
             try:
@@ -477,7 +485,7 @@ def watch(job, group, verdict):
 
 def supervise():
     """One job: settings in the last argument, program and tests on stdin, result on stdout. Ends
-    everything when stdin ends, because then the caller is gone."""
+    everything when nobody reads that, because then the caller is gone."""
     job = json.loads(sys.argv.pop())
     write("/proc/self/oom_score_adj", "1000")  # short of memory, the kernel takes these first
     with open("/proc/loadavg") as file:
@@ -485,7 +493,7 @@ def supervise():
     sys.path += job["site_packages"]
     sys.set_int_max_str_digits(0)
     prctl(SUBREAPER, 1)
-    own_root = stands(namespaces, job)
+    own_root = stands(namespaces, job["paths"])
     reading, writing = os.pipe()
     group = os.fork()
     if not group:

@@ -66,7 +66,7 @@ def load(split, path=None, limit=None):
     path = path or "sudoku4"
     if path in PRESETS:
         return sudoku(path, split, limit)
-    return read_examples(_problem, COLUMNS, path, split, PRESETS, limit)
+    return read_examples(_problem, COLUMNS, path, split, limit, presets=PRESETS)
 
 
 def prompt(example):

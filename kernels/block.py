@@ -24,6 +24,7 @@ from collections import namedtuple
 from functools import partial
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from distributed.disk import progress
 from kernels import speed_up_draws
@@ -31,7 +32,7 @@ from kernels.decode import cached_attention
 from kernels.graphs import Graphs, can_record
 from models.experts import Experts
 from rollout.block import BlockEngine
-from rollout.engine import ADAPTIVE, ALL, BROKEN, select
+from rollout.engine import ADAPTIVE, BROKEN, select
 from rollout.sampling import int64
 from rollout.traces import num_replays
 
@@ -48,8 +49,8 @@ RIDGE = 128
 
 # Of each sample: first position of its current block, end of its last one; whether its logits were
 # not finite; step in the block, post-editing steps, forwards so far; first position of its
-# completion, index in the rollout. The host reads the first three.
-State = namedtuple("State", "start end broken step edits forwards first index")
+# completion, index in the rollout; steps that its last block has. The host reads the first three.
+State = namedtuple("State", "start end broken step edits forwards first index limit")
 
 
 class Slots:
@@ -57,7 +58,7 @@ class Slots:
 
     N samples wait or are decoded; R slots hold the KV cache of those being decoded. Slot r decodes
     sample[r], and row r of k, v [R, K, S, h] of each layer holds its keys and values.
-    state [8, N]: see `State`. canvas [3, N, S]: tokens, whether masked, step map, at absolute
+    state [9, N]: see `State`. canvas [3, N, S]: tokens, whether masked, step map, at absolute
     positions. history: tokens and logps [history, N, S] of each step, for Trace.records; 0: none.
     """
 
@@ -76,26 +77,37 @@ class Slots:
         new = partial(empty, shape, dtype=dtype)
         self.cache = [(new(), new()) for _ in range(config.num_hidden_layers)]
 
-    def fill(self, model, prompt_ids, owner, sample_index, settings):
-        """The state of N samples before their first step. Entries from N on count as finished: free
-        slots point to them.
+    def fill(self, model, prompt_ids, owner, sample_index, settings, known):
+        """The state of N samples before their first step; known: as `canvas` of _generate. Entries
+        from N on count as finished: free slots point to them.
         """
         n, N, device = settings["block_length"], len(owner), self.state.device
-        P = torch.tensor([len(ids) for ids in prompt_ids], device=device)[owner]
-        width = max(map(len, prompt_ids))
-        padded = [ids + [model.mask_token_id] * (width - len(ids)) for ids in prompt_ids]
-        end, none = (P + settings["gen_length"] + n - 1) // n * n, torch.zeros_like(P)
-        self.state.zero_()
-        state = State(P // n * n, end, none, none, none, none, P, sample_index)
-        self.state[:, :N] = torch.stack(state)
-        column = torch.arange(self.canvas.shape[2], device=device)
-        self.canvas[0], self.canvas[2] = model.mask_token_id, -1
-        self.canvas[0, :N, :width] = torch.tensor(padded, device=device)[owner]
-        all_samples = State(*self.state[:, :, None])
-        self.canvas[1] = (column >= all_samples.first) & (column < all_samples.end)
-        self.logps.zero_(), self.history[0].fill_(-1)
+        part, steps = settings["steps"], settings["denoising_steps"]
+        P = torch.tensor([*map(len, prompt_ids)], device=device)[owner]
+        prompts = pad_sequence([*map(torch.tensor, prompt_ids)], True, model.mask_token_id)
+        end, forwards = (P + settings["gen_length"] + n - 1) // n * n, torch.zeros_like(P)
+        self.canvas[0], self.canvas[1], self.canvas[2] = model.mask_token_id, 0, -1
+        self.canvas[0, :N, : prompts.shape[1]] = prompts.to(device)[owner]
+        self.state.zero_(), self.logps.zero_(), self.history[0].fill_(-1)
         self.eos.copy_(torch.tensor(settings["eos_token_ids"]))
         self.seed.fill_(int64(settings["seed"]))
+        ids, masked, step_map = self.canvas[:, :N]
+        if known:
+            forwards = known.write_to((ids, step_map, self.logps), P)
+        column = torch.arange(ids.shape[1], device=device)
+        is_new = column >= P[:, None]
+        masked.copy_(is_new & (step_map < 0))
+        # of the first block with a mask; those before it are in the cache when the sample enters
+        start = torch.minimum((masked.cumsum(1) == 0).sum(1) // n * n, end)
+        has_eos = torch.isin(ids, self.eos) & is_new & (column < start[:, None])
+        end = torch.where(has_eos.any(1) & settings["stop_at_eos"], start, end)
+        # steps are counted over all blocks; a part may begin and end within one
+        zero, none = P // n * n, torch.zeros_like(P)
+        end = torch.minimum(end, zero + min(-(-part.stop // steps) * n, len(column)))
+        step = (part.start - (start - zero) // n * steps).clamp(min=0)
+        limit = part.stop - (end - n - zero) // n * steps
+        state = State(start, end, none, step, none, forwards, P, sample_index, limit)
+        self.state[:, :N] = torch.stack(state)
 
     def copy(self, source, target, width):
         """Copy the first positions of the cache from slots to slots, both lists."""
@@ -142,12 +154,10 @@ class FastBlockEngine(BlockEngine):
         self.slots = self.graphs = None
 
     def _generate(self, prompt_ids, owner, sample_index, settings, canvas):
-        if settings["steps"] != ALL:  # a part of a rollout
-            return super()._generate(prompt_ids, owner, sample_index, settings, canvas)
         N, R = len(owner), number_of_slots(min(len(owner), self.max_batch_size))
         slots = self._open(N, R, max(map(len, prompt_ids)), settings)
-        slots.fill(self.model, prompt_ids, owner, sample_index, settings)
-        self._decode(slots, R, prompt_ids, owner.tolist(), settings)
+        slots.fill(self.model, prompt_ids, owner, sample_index, settings, canvas)
+        self._decode(slots, R, owner.tolist(), settings)
         state = State(*slots.state[:, :N].clone())
         canvas = slots.canvas[0, :N], slots.canvas[2, :N], slots.logps[:N]
         history = [values[:, :N] for values in slots.history] if settings["records"] else None
@@ -175,11 +185,11 @@ class FastBlockEngine(BlockEngine):
 
     # --- the host: which sample is in which slot, and the shape of the next step ------------------
 
-    def _decode(self, slots, R, prompt_ids, owners, rule):
+    def _decode(self, slots, R, owners, rule):
         """Decode all samples in the order of their numbers, R at a time."""
         n, N = self.model.block_length, len(owners)
         # A step depends on these only through its tensors; all else is part of the graph.
-        varying = "seed", "num_samples", "gen_length", "eos_token_ids"
+        varying = "seed", "num_samples", "gen_length", "eos_token_ids", "steps"
         key = tuple(value for name, value in rule.items() if name not in varying)
         start, end, _ = slots.progress()()
         places = list(range(N, N + R))  # the sample in each slot; a finished one in a free slot
@@ -193,17 +203,17 @@ class FastBlockEngine(BlockEngine):
             # several at a time: a prefill is no part of the graphs
             if entered < N and len(free) > R // 32:
                 samples = range(entered, min(entered + len(free), N))
-                self._enter(slots, places, free, samples, prompt_ids, owners)
+                self._enter(slots, places, free, samples, start, owners)
                 entered = samples.stop
             live = list(filter(is_live, range(R)))
             bar.update(entered - len(live) - bar.n)
-            if not live:
+            if not live and entered == N:
                 bar.close()
                 return
             joined = self._is_joined(R, rule, launched)
             # How far a row can be: a step ends at most one block, and a joined one begins the next.
             work = (places[r] for r in live)
-            furthest = max(2 * n, *(min(start[i] + (2 + joined) * n, end[i]) for i in work))
+            furthest = max([2 * n, *(min(start[i] + (2 + joined) * n, end[i]) for i in work)])
             width = min(slots.canvas.shape[2], -(-furthest // WIDTHS) * WIDTHS)
             if entered == N and number_of_slots(len(live)) < R:
                 R = number_of_slots(len(live))
@@ -243,38 +253,36 @@ class FastBlockEngine(BlockEngine):
         r, i = (to_device(values, self.device) for values in zip(*pairs, strict=True))
         slots.sample[r] = i
 
-    def _enter(self, slots, places, free, samples, prompt_ids, owners):
-        """Put the next samples into free slots. Each prompt is prefilled once: later samples of it
-        copy its cache.
+    def _enter(self, slots, places, free, samples, start, owners):
+        """Put the next samples into free slots. What is before their first block is prefilled once
+        for each owner: later samples of it copy its cache.
         """
-        n, first = self.model.block_length, samples[0]
-        # The cache of this prompt is still in the slot of the sample before.
+        first = samples[0]
+        # The cache of this owner is still in the slot of the sample before.
         last = owners[first - 1] if first else None
         pairs = list(zip(free, samples, strict=False))
         if siblings := [r for r, i in pairs if owners[i] == last]:
             source = [places.index(first - 1)] * len(siblings)
-            slots.copy(source, siblings, len(prompt_ids[last]) // n * n)
+            slots.copy(source, siblings, start[first])
         self._place(slots, places, pairs)
-        new = [owner for owner in dict.fromkeys(owners[i] for i in samples) if owner != last]
-        whole = {owner: prompt_ids[owner][: len(prompt_ids[owner]) // n * n] for owner in new}
-        together = max(1, PREFILL // max(1, max(map(len, whole.values()), default=1)))
+        whole = {owners[i]: slots.canvas[0, i, : start[i]] for i in samples if owners[i] != last}
+        new, longest = list(whole), max(start[i] for i in samples)
+        together = max(1, PREFILL // max(1, longest))
         for some in (new[k : k + together] for k in range(0, len(new), together)):
             rows = [(r, some.index(owners[i])) for r, i in pairs if owners[i] in some]
             prompts = [whole[owner] for owner in some]
             self._prefill_slots(slots.cache, prompts, *zip(*rows, strict=True))
 
     def _prefill_slots(self, cache, prompts, slots, owner):
-        """Write keys and values of prompts (lists, whole blocks) into the cache: those of
+        """Write keys and values of prompts (1-D tensors, whole blocks) into the cache: those of
         prompts[owner[i]] into slots[i].
 
         Shorter prompts are padded on the right. No block of the prompt sees the padding, and every
         later block overwrites its own positions before they are read.
         """
-        P = max(map(len, prompts))
-        if P == 0:
+        ids = pad_sequence(prompts, True, self.model.mask_token_id)  # [U, P]
+        if ids.shape[1] == 0:
             return
-        padded = [ids + [self.model.mask_token_id] * (P - len(ids)) for ids in prompts]
-        ids = to_device(padded, self.device)  # [U, P]
         slots, owner = to_device(slots, self.device), to_device(owner, self.device)
         self._write_prompts(ids, torch.ones_like(ids).bool(), cache, slots, owner)
 
@@ -289,7 +297,7 @@ class FastBlockEngine(BlockEngine):
         in a few scatters: at small batches every kernel launch counts.
         """
         n, row = self.model.block_length, slots.sample[:R]
-        start, end, broken, step, edits, forwards, first, index = slots.state[:, row]
+        start, end, broken, step, edits, forwards, first, index, limit = slots.state[:, row]
         live = start < end
         arange = torch.arange(2 * n, device=self.device)
         last = (width // n - 1) * n  # a finished row may end behind `width`
@@ -338,11 +346,12 @@ class FastBlockEngine(BlockEngine):
         if rule["stop_at_eos"]:
             has_eos = ((block[..., None] == slots.eos).any(-1) & (offset >= 0)).any(1)
             end = torch.where(is_whole & has_eos, start + n, end)
-        is_done = is_committed | (is_whole & (start + n >= end))
+        is_last = is_whole | was_noisy & (step + 1 >= limit)
+        is_done = is_committed | (is_last & (start + n >= end))
         broken = broken | (masked & ~logps.isfinite()).any(1)
         step_map = torch.where(chosen, step[:, None], step_map)
         start, step, forwards = start + n * is_done, (step + live) * ~is_done, forwards + live
         slots.canvas[:, *here] = torch.stack([block, rest, step_map])
         slots.logps[here] = torch.where(chosen, logps, slots.logps[here])
-        state = State(start, end, broken, step, edits, forwards, first, index)
+        state = State(start, end, broken, step, edits, forwards, first, index, limit)
         slots.state[:, row] = torch.stack(state)

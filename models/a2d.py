@@ -26,12 +26,11 @@ class Config(DecoderKeys):
     block_size: int = 0  # 0: bidirectional; `architecture` sees to it that config.json states it
     shift: bool = False
     block_length: int = 32  # of semi-autoregressive decoding without blocks of its own
-    head_dim: int = 0  # 0: hidden_size / heads
+    head_dim: int = 0
     attention_bias: bool = False  # of all four projections
     tie_word_embeddings: bool = False
     rope_scaling: dict | None = None  # Llama 3's
 
-    fixed = {"hidden_act": "silu"}
     no_effect = "is_llama_config pretraining_tp transformers.js_config"
 
     def __post_init__(self):
@@ -40,8 +39,7 @@ class Config(DecoderKeys):
         if (rope := self.rope_scaling) and rope.get("rope_type", rope.get("type")) != "llama3":
             only = "a2d models are implemented with rope_type llama3"
             raise SystemExit(f"config.json has rope_scaling = {rope!r}; {only}")
-        head_dim = self.head_dim or self.hidden_size // self.num_attention_heads
-        object.__setattr__(self, "head_dim", head_dim)
+        super().__post_init__()
 
 
 class A2D:

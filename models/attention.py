@@ -252,15 +252,14 @@ def make_attend(visibility, backend="auto"):
     """-> attend(layer, q, k, v) of a forward: q [B, H, S, h], k and v [B, K, S, h] -> [B, H, S, h]
 
     q and k are rotated; H is a multiple of K. backend: a key of BACKENDS, or "auto". The output of
-    padding is finite and meaningless. SystemExit where a named backend cannot do this, at the
-    latest in the first call, names those that can; "auto" takes sdpa then.
+    padding is finite and meaningless. The first call raises SystemExit where a named backend cannot
+    do this, and names those that can; "auto" takes sdpa then.
     """
     pattern, name = visibility.pattern, backend
     if backend == "auto":
         name, shortest = AUTO[pattern]
         if not visibility.block.is_cuda or visibility.block.shape[1] < shortest:
             name = "sdpa"
-    require(name, pattern)
     compute = BACKENDS[name](visibility)
 
     def attend(layer, q, k, v):

@@ -73,7 +73,9 @@ class Keys:
 
 @dataclass(frozen=True)
 class DecoderKeys(Keys):
-    """Those of Hugging Face's decoders: all families but LLaDA."""
+    """Those of Hugging Face's decoders: all families but LLaDA. head_dim: hidden_size / heads where
+    config.json states none.
+    """
 
     vocab_size: int
     hidden_size: int
@@ -82,6 +84,13 @@ class DecoderKeys(Keys):
     num_key_value_heads: int
     rms_norm_eps: float
     rope_theta: float
+
+    fixed = {"hidden_act": "silu"}
+
+    def __post_init__(self):
+        if not getattr(self, "head_dim", 0):
+            head_dim = self.hidden_size // self.num_attention_heads
+            object.__setattr__(self, "head_dim", head_dim)
 
 
 # model_type of models that only evaluations run (rollout/autoregressive.py)

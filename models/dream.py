@@ -24,12 +24,6 @@ class Config(DecoderKeys):
     mask_token_id: int
     block_length: int = 32  # of semi-autoregressive decoding; official files state none
 
-    fixed = {"hidden_act": "silu"}
-
-    @property
-    def head_dim(self):
-        return self.hidden_size // self.num_attention_heads
-
 
 class Dream(Bidirectional):
     """The language model. Callers use `hidden`, `logits` and `logps`."""

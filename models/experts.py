@@ -18,16 +18,13 @@ from models.logps import at_least_fp32
 class Router(nn.Module):
     """Scores of all experts, fp32 weight times fp32 input: rounding flips near-tied experts.
 
-    weight [E, D]. with_bias: a selection bias `expert_bias` [E], a buffer that is in the checkpoint
-    but gets no gradient. Both keep at least fp32 whatever dtype the model is cast to; under FSDP2
-    the router needs its own group (fp32_modules).
+    weight [E, D]. It, and buffers that a family adds, keep at least fp32 whatever dtype the model
+    is cast to; under FSDP2 the router needs its own group (fp32_modules).
     """
 
-    def __init__(self, num_experts, hidden_size, with_bias=False):
+    def __init__(self, num_experts, hidden_size):
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(num_experts, hidden_size, dtype=torch.float32))
-        if with_bias:
-            self.register_buffer("expert_bias", torch.zeros(num_experts, dtype=torch.float32))
 
     def _apply(self, fn, recurse=True):
         def keep(tensor):
@@ -93,15 +90,13 @@ def runs_grouped(device):
 
 
 class SoftmaxMoE(nn.Module):
-    """A softmax router over all experts. is_normalized: the weights of the chosen ones sum to 1.
-    with_bias: see Router
-    """
+    """A softmax router over all experts. is_normalized: the weights of the chosen ones sum to 1."""
 
-    def __init__(self, config, intermediate_size, is_normalized=True, with_bias=False):
+    def __init__(self, config, intermediate_size, is_normalized=True):
         super().__init__()
         E, D = config.num_experts, config.hidden_size
         self.top_k, self.is_normalized = config.num_experts_per_tok, is_normalized
-        self.gate = Router(E, D, with_bias)
+        self.gate = Router(E, D)
         self.experts = Experts(E, D, intermediate_size)
 
     def route(self, x):

@@ -65,10 +65,6 @@ class LanguageModel(nn.Module):
         head = self.value_head
         return [one for one in self.modules() if isinstance(one, Router) or one is head]
 
-    def head(self, hidden):
-        """hidden [..., D] -> logits [..., V] in the dtype of the model"""
-        return self.lm_head(hidden)
-
     def frequency(self, exponent):
         """exponents 2 j / r [r / 2] fp32 of rotary dimensions -> radians a position"""
         return 1 / self.config.rope_theta**exponent
@@ -113,7 +109,7 @@ class LanguageModel(nn.Module):
         attention_mask [B, T] bool: False on padding, which is never a key, so a padded row gives
         the logits of the row alone.
         """
-        return self.head(self.predictions(input_ids, all_valid(attention_mask, input_ids)))
+        return self.lm_head(self.predictions(input_ids, all_valid(attention_mask, input_ids)))
 
     def logps(
         self, input_ids, noisy_ids, score_mask, valid_mask=None, temperature=1.0, entropy=False,
@@ -125,7 +121,7 @@ class LanguageModel(nn.Module):
         by the mask token. score_mask [R, K, L] bool: which of the last L tokens to score; copies
         without any are not computed. valid_mask [R, T] bool: False on padding. document_ids [R, T]
         int64: the document of each token in a packed row; every document is computed as if alone.
-        targets [R, K, T] int64: tokens to score instead of the clean ones, or [R, K, T, k]; a
+        targets [R, K, L] int64: tokens to score instead of the clean ones, or [R, K, L, k]; a
         number k: the k likeliest. The mask token has probability 0.
         -> [R, K, L] fp32 log softmax(logits / temperature), 0 where not scored, or [R, K, L, k];
         with entropy=True a pair (logps, entropy in nats), of the k likeliest one without gradient
@@ -138,31 +134,25 @@ class LanguageModel(nn.Module):
         ids, position_ids, visibility, token, column = self.noisy_pass(
             input_ids, noisy_ids, scored, valid, document_ids
         )
-        targets = input_ids[:, None].expand_as(noisy_ids) if targets is None else targets
+        targets = input_ids[:, None, T - L :].expand_as(score_mask) if targets is None else targets
         # The head sees scored tokens alone, of --sequence-parallel N those of this rank. Before the
         # forward, because nonzero waits for the GPU.
         row, i = (scored.flatten()[token] & (column % N == rank)).nonzero(as_tuple=True)
         index = token[row, i]
+        place = torch.unravel_index(index // T * L + index % T - (T - L), score_mask.shape)
         attend = over_heads(make_attend(visibility, self.attention_backend), ids.shape[1])
         hidden = self.hidden(own_tokens(ids), own_tokens(position_ids), attend)
         at = row * hidden.shape[1] + column[row, i] // N
         hidden = hidden.flatten(0, 1).index_select(0, at)
         if torch.is_tensor(targets):
-            targets = targets.flatten(0, 2)[index]
+            targets = targets[place]
         if self.value_head is None:
             score = linear_certainty if certainty else linear_logps
-            values = score(
-                hidden,
-                self.lm_head.weight,
-                targets,
-                temperature=temperature,
-                banned_id=self.mask_token_id,
-                entropy=entropy,
-            )
+            how = temperature, self.mask_token_id, entropy
+            values = score(hidden, self.lm_head.weight, targets, *how)
         else:
             values = self.value_head(hidden.to(at_least_fp32(hidden)))[:, 0]
             values = (values, torch.zeros_like(values)) if entropy else values
-        place = torch.unravel_index(index // T * L + index % T - (T - L), score_mask.shape)
         # no view: FSDP2 would warn
         fill = lambda x: total(x.new_zeros(*score_mask.shape, *x.shape[1:]).index_put(place, x))
         return tuple(map(fill, values)) if isinstance(values, tuple) else fill(values)

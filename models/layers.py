@@ -127,16 +127,11 @@ INPUTS = r"L\['(?!self(?!.*\.layer$))(?!.*BLOCK_SIZE)"
 
 def set_speed(model, attention, activation_checkpointing, compiled):
     """How a model that learns computes: its attention backend, whether it recomputes every block in
-    the backward pass, and whether blocks are compiled.
+    the backward pass, and whether blocks are compiled: not on CPUs, where compiling costs more than
+    it gains.
     """
     model.attention_backend, model.activation_checkpointing = attention, activation_checkpointing
-    if compiled:
-        compile_blocks(model)
-
-
-def compile_blocks(model):
-    """torch.compile every block; on CPUs, where compiling costs more than it gains, nothing."""
-    if not torch.cuda.is_available():
+    if not (compiled and torch.cuda.is_available()):
         return
     torch._functorch.config.activation_memory_budget = memory_budget(model)
     # Sums over the copies of a token (`Copies`) become element-wise code. As reductions over 8

@@ -18,7 +18,6 @@ from models.config import DecoderKeys, Objective
 from models.experts import SoftmaxMoE
 from models.language_model import BlockCausal
 from models.layers import MLP, Block, RMSNorm, project, rotate_and_attend
-from models.logps import at_least_fp32
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,7 @@ class Config(DecoderKeys):
     def rotary_dim(self):
         return int(self.head_dim * self.partial_rotary_factor)
 
-    fixed = {"hidden_act": "silu", "router_dtype": "fp32", "score_function": "sigmoid"}
+    fixed = DecoderKeys.fixed | {"router_dtype": "fp32", "score_function": "sigmoid"}
     fixed |= {"moe_router_enable_expert_bias": True, "norm_topk_prob": True}
     fixed |= {"use_qk_norm": True, "use_rmsnorm": True}
     no_effect = "output_router_logits rotary_dim"
@@ -76,8 +75,11 @@ class MoE(SoftmaxMoE):
     """
 
     def __init__(self, config):
-        super().__init__(config, config.moe_intermediate_size, with_bias=True)
+        super().__init__(config, config.moe_intermediate_size)
         self.config = config
+        # in the checkpoint, but without gradient
+        bias = torch.zeros(config.num_experts, dtype=torch.float32)
+        self.gate.register_buffer("expert_bias", bias)
         shared_size = config.moe_intermediate_size * config.num_shared_experts
         self.shared_experts = MLP(config.hidden_size, shared_size)
 
@@ -113,8 +115,3 @@ class LLaDA2(BlockCausal):
         config, is_dense = self.config, layer < self.config.first_k_dense_replace
         mlp = MLP(config.hidden_size, config.intermediate_size) if is_dense else MoE(config)
         return Block(config, Attention(config, layer), mlp, RMSNorm, "attention")
-
-    def head(self, hidden):
-        """hidden [..., D] -> logits [..., V], cast to at least fp32 after the product"""
-        logits = self.lm_head(hidden)
-        return logits.to(at_least_fp32(logits))

@@ -27,11 +27,7 @@ class Config(DecoderKeys):
     mask_token_id: int = 156895  # the official config.json states neither of these two
     block_length: int = 32
 
-    @property
-    def head_dim(self):
-        return self.hidden_size // self.num_attention_heads
-
-    fixed = {"hidden_act": "silu", "partial_rotary_factor": 1, "qk_layernorm": True}
+    fixed = DecoderKeys.fixed | {"partial_rotary_factor": 1, "qk_layernorm": True}
     fixed |= {"moe_layer_freq": 1}  # no dense layer
     needed = tuple(fixed)
     no_effect = (

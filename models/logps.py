@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
+ROWS = 1024  # of logits that are made at once
 # logits of a small vocabulary that are made at once; smaller parts would be many small kernels
 PART = 1 << 20
 
@@ -16,21 +17,20 @@ def at_least_fp32(x):
     return torch.promote_types(x.dtype, torch.float32)
 
 
-def chunks(hidden, weight, temperature, banned_id, rows):
+def chunks(hidden, weight, temperature, banned_id):
     """Yield (rows, their log softmax [n, V] in at least fp32) of one chunk after the other, at
-    least once. rows: of a chunk; None: 1024, more where the vocabulary is small
+    least once.
 
     At temperature 1 logits stay in the dtype of the model, as in the samplers: softmax reads them
     in fp32 itself. The banned token has probability 0.
     """
-    rows = rows or max(1024, 2 * PART // len(weight))
+    rows = max(ROWS, 2 * PART // len(weight))
     for i in range(0, len(hidden) or 1, rows):
         here = slice(i, i + rows)
         logits = hidden[here] @ weight.T
         if temperature != 1:
             logits = logits.to(at_least_fp32(logits)).div_(temperature)
-        if banned_id is not None:
-            logits[:, banned_id] = float("-inf")
+        logits[:, banned_id] = float("-inf")
         yield here, logits.log_softmax(-1, dtype=at_least_fp32(logits))
 
 
@@ -72,7 +72,7 @@ class LinearLogps(torch.autograd.Function):
     def backward(ctx, grad, _):
         hidden, *others = ctx.saved_tensors
         if not others:
-            return (hidden * grad).to(hidden.dtype), *[None] * 6
+            return (hidden * grad).to(hidden.dtype), *[None] * 5
         weight, targets = others
         by_hidden, by_weight = torch.empty_like(hidden), None
         if ctx.needs_input_grad[1]:
@@ -84,27 +84,24 @@ class LinearLogps(torch.autograd.Function):
             if by_weight is not None:
                 by_weight += d_logits.T @ hidden[rows]
             del log_p, d_logits
-        return by_hidden, by_weight, *[None] * 5
+        return by_hidden, by_weight, *[None] * 4
 
 
-def linear_logps(
-    hidden, weight, targets, *, temperature=1.0, banned_id=None, entropy=False, chunk_rows=None
-):
-    """log softmax(hidden @ weight.T / temperature)[targets], `chunk_rows` rows of logits in memory
-    at a time.
+def linear_logps(hidden, weight, targets, temperature, banned_id, entropy=False):
+    """log softmax(hidden @ weight.T / temperature)[targets], a chunk of logits in memory at a time.
 
     hidden [N, D] and weight [V, D] of one floating dtype; targets int64 in [0, V), one a row, [N],
     or k, [N, k]; none equal to banned_id: a token with probability 0 (the mask token, which no
     sampler may draw).
     -> logps of the shape of targets (fp32; fp64 for fp64 inputs), and with entropy=True also the
     entropy [N] of each row in nats, which has no gradient. Those of logps by hidden and weight are
-    exact. Memory is chunk_rows x V, and one more copy of hidden for its gradient, whatever N is.
+    exact. Memory is ROWS x V, and one more copy of hidden for its gradient, whatever N is.
     N = 0 keeps the graph, for ranks without scored rows.
 
     targets a number k: the k likeliest tokens of each row, the first the most -> logps and ids
     [N, k], without gradient
     """
-    settings = temperature, banned_id, chunk_rows
+    settings = temperature, banned_id
     if isinstance(targets, int):
         with torch.no_grad():
             parts = [log_p.topk(targets) for _, log_p in chunks(hidden, weight, *settings)]
@@ -115,12 +112,12 @@ def linear_logps(
     return (logps, entropies) if entropy else logps
 
 
-def linear_certainty(hidden, weight, targets, *, temperature, banned_id, entropy, rows=512):
+def linear_certainty(hidden, weight, targets, temperature, banned_id, entropy):
     """How sure the model is, with the arguments of linear_logps: log p of the targets (at
     temperature 1), the entropy at `temperature`, and 1 where the target is the most probable token.
 
-    Three [N] in at least fp32, with exact gradients of the first two. `rows` rows of logits are in
-    memory at a time, and are made again in the backward pass.
+    Three [N] in at least fp32, with exact gradients of the first two. A chunk of logits is in
+    memory at a time, and is made again in the backward pass.
     """
 
     def certainty(hidden, targets):
@@ -130,6 +127,6 @@ def linear_certainty(hidden, weight, targets, *, temperature, banned_id, entropy
         nats = F.cross_entropy(logits, targets, reduction="none")
         return torch.stack([-nats, -(log_q.exp() * log_q).sum(-1), logits.argmax(-1) == targets])
 
-    chunked = zip(hidden.split(rows), targets.split(rows), strict=True)
+    chunked = zip(hidden.split(ROWS // 2), targets.split(ROWS // 2), strict=True)
     parts = [checkpoint(certainty, *chunk, use_reentrant=False) for chunk in chunked]
     return torch.cat(parts, 1).unbind()

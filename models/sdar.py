@@ -30,7 +30,6 @@ class Config(DecoderKeys):
     num_experts_per_tok: int = 0
     moe_intermediate_size: int = 0
 
-    fixed = {"hidden_act": "silu"}
     no_effect = (
         "debug ep_size fuse_cross_entropy micro_forward output_router_logits "
         "router_aux_loss_coef skip_checkpoint"
@@ -69,6 +68,3 @@ class SDAR(BlockCausal):
         else:
             mlp = MLP(config.hidden_size, config.intermediate_size)
         return Block(config, Attention(config, layer, norm=RMSNorm), mlp, RMSNorm)
-
-    def frequency(self, exponent):
-        return self.config.rope_theta**-exponent

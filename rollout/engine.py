@@ -33,7 +33,6 @@ BROKEN = "logits are not finite at samples {}: the weights are damaged or have d
 LOWER = "lower --batch-size (evals), --prompts-per-step (training) or --gen-length"
 # share of the memory below which an engine keeps its caches during an update
 KEPT_BELOW = 0.9
-ALL = range(sys.maxsize)  # the steps of a whole rollout
 HEAD_ROWS = 512  # tokens whose logits exist at the same time
 
 
@@ -352,8 +351,7 @@ class Engine:
         instead of masks alone, are what the samples continue, an equal number each row. Parts keep
         no records.
         """
-        is_part = canvas is not None or until is not None
-        settings = self.full_settings("steps" if is_part else records, sampling)
+        settings = self.full_settings("steps" if canvas or until else records, sampling)
         rows, mask_id = range(self.model.lm_head.out_features), self.model.mask_token_id
         if not prompt_ids or not all(prompt_ids):
             raise SystemExit("every rollout needs a prompt, and every prompt at least one token")
@@ -364,26 +362,18 @@ class Engine:
                     f"model's {len(rows)}: is the tokenizer the model's?"
                 )
         start = canvas.settings["steps"].stop if canvas else 0
-        steps = range(start, ALL.stop if until is None else until)
-        settings |= {
-            "steps": steps,
-            "num_samples": num_samples,
-            "seed": seed,
-            "stop_at_eos": stop_at_eos,
-        }
+        settings |= {"num_samples": num_samples, "seed": seed, "stop_at_eos": stop_at_eos}
+        settings["steps"] = range(start, until or sys.maxsize)
         samples, parts = torch.arange(len(prompt_ids) * num_samples, device=self.device), []
-        at_once = self.refills and not is_part
-        batches = [samples] if at_once else samples.split(self.max_batch_size)
+        prompt_ids = canvas.prompt_ids if canvas else prompt_ids
+        each = len(samples) // len(prompt_ids)
+        batches = [samples] if self.refills else samples.split(self.max_batch_size)
         for batch in progress(batches, "batches of completions"):
-            first, last = int(batch[0]) // num_samples, int(batch[-1]) // num_samples
-            rows = batch // num_samples - first, sample_offset + batch, settings
-            known = None
-            if canvas:
-                held = batch * len(canvas.step_map) // len(samples)
-                names = "completion_ids", "step_map", "logps", "num_forwards"
-                known = [getattr(canvas, name)[held] for name in names]
+            some = slice(int(batch[0]) // each, int(batch[-1]) // each + 1)
+            rows = batch // each - some.start, sample_offset + batch, settings
+            known = canvas and canvas.select((batch // each).tolist())
             try:
-                parts.append(self._generate(prompt_ids[first : last + 1], *rows, known))
+                parts.append(self._generate(prompt_ids[some], *rows, known))
             except torch.OutOfMemoryError:
                 self.release()
                 size = min(len(batch), self.max_batch_size)
@@ -397,8 +387,7 @@ class Engine:
         other. -> Trace
 
         owner, sample_index [N]. settings["steps"]: the range of steps to make, counted over all
-        blocks. canvas: what to continue, tokens, step map, logps [N, L] and num_forwards [N], or
-        None.
+        blocks. canvas: the Trace of N rows that these continue, or None.
         """
         N, device, quotas = len(owner), self.device, block_quotas(**settings)
         n = self.model.block_length if self.is_block else 1
@@ -428,10 +417,7 @@ class Engine:
         step_map, num_forwards = torch.full_like(tokens, -1), torch.zeros_like(sample_index)
         logps = torch.zeros_like(tokens, dtype=torch.promote_types(self.dtype, torch.float32))
         if canvas:  # a part of a rollout
-            *held, num_forwards = canvas
-            i, j = revealed = (held[1] >= 0).nonzero(as_tuple=True)
-            for values, known in zip((tokens, step_map, logps), held, strict=True):
-                values[i, first[i] + j] = known[revealed]
+            num_forwards = canvas.write_to((tokens, step_map, logps), first)
         history = None
         if settings["records"]:
             replays = num_replays(settings)
@@ -609,7 +595,7 @@ class Engine:
         """hidden [M, D], uniform [M] -> tokens, logps, confidence [M]. The mask is never drawn."""
         parts, temperature, rule = [], settings["temperature"], settings["remasking"]
         for some, u in zip(hidden.split(HEAD_ROWS), uniform.split(HEAD_ROWS), strict=True):
-            logits = self.model.head(some)
+            logits = self.model.lm_head(some)
             logits[:, self.model.mask_token_id] = -math.inf
             if settings["eos_policy"] == "suppress":
                 logits[:, settings["eos_token_ids"]] = -math.inf

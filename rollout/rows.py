@@ -27,14 +27,19 @@ class Batch:
             {"tokens": self.completion_mask.sum(), "sequences": len(self.input_ids)}
         ).values()
 
+    @property
+    def offset(self):
+        """Of each column [T] from the start of the completion"""
+        return torch.arange(self.input_ids.shape[1], device=self.input_ids.device) - self.P
+
     def uniform(self, iteration, draw, offset=None):
         """Keyed by the step's seed, the sample's index over all ranks, iteration, draw, and the
         offset from the start of the completion, so that left padding changes nothing.
 
-        offset: of one column. -> [B, T], or what draw [K] and offset broadcast to, fp64 in [0, 1)
+        offset: of some columns, 0 of the first; None: of the completion. -> fp64 in [0, 1), [B, L],
+        or what draw and offset broadcast to with [B, 1]
         """
-        if offset is None:
-            offset = torch.arange(self.input_ids.shape[1], device=self.input_ids.device) - self.P
+        offset = self.offset[self.P :] if offset is None else offset
         seed, sample = self.trace.settings["seed"], self.trace.sample_index[:, None]
         return keyed_uniform(seed, "masks", sample, iteration, draw, offset)
 
@@ -43,15 +48,21 @@ class Rows:
     """The masks of an inner iteration. A row is a term of the loss, with K noisy copies."""
 
     temperature = 1.0  # of the scored distribution
-    targets = None  # [R, K, T] tokens to score; None: those of input_ids
+    targets = None  # [R, K, L] tokens to score; None: those of input_ids
     old = None  # estimates before the first update; None: the current ones
     ref = None  # estimates of the reference; None: no KL
 
     def __init__(self, batch, masked, weights, index=slice(None)):
-        """index [R]: the sequence of each row; default: row r is sequence r"""
+        """masked [R, K, L] of the completion, or with the prompt [R, K, T]; index [R]: the sequence
+        of each row; default: row r is sequence r
+        """
         self.batch = batch
-        self.masked = masked  # [R, K, T] bool: shown to the model as [MASK]
+        prompt = batch.input_ids.shape[1] - masked.shape[2]
+        # [R, K, T] bool: shown to the model as [MASK]
+        self.masked = torch.nn.functional.pad(masked, (prompt, 0))
         self.weights = weights.float()  # [R, K, L] in the estimate or the loss; 0: not scored
+        sequences = torch.arange(len(batch.input_ids), device=batch.input_ids.device)
+        self.sequence = sequences[index]  # [R]: number in the batch
         self.input_ids = batch.input_ids[index]  # [R, T] clean
         self.valid_mask = batch.valid_mask[index]  # [R, T] bool
         self.completion_mask = batch.completion_mask[index]  # [R, L] bool

@@ -127,6 +127,16 @@ class Trace:
                 new = self.records["tokens"][:, replay].long()
             state = torch.where(new >= 0, new, state)
 
+    def write_to(self, canvas, first):
+        """Write what is revealed into a canvas: tokens, step map, logps [N, S], in which the
+        completions begin at columns first [N]. -> num_forwards
+        """
+        i, j = revealed = (self.step_map >= 0).nonzero(as_tuple=True)
+        known = self.completion_ids, self.step_map, self.logps
+        for values, new in zip(canvas, known, strict=True):
+            values[i, first[i] + j] = new[revealed]
+        return self.num_forwards
+
     def select(self, rows):
         """-> the Trace of these rows, a list of numbers"""
         taken = tree_map_only(torch.Tensor, lambda x: x[rows], vars(self))

@@ -121,8 +121,12 @@ class RunFlags:
         return command_line(cls, by_size)
 
     def num_draws(self, replays):
-        """Noisy copies of a sequence in a step. replays: denoising steps that can be replayed"""
-        return 1
+        """Noisy copies of a sequence in a step: --mc-num, or else one. Where denoising steps are
+        replayed, of which there are `replays`: --train-steps of them, 0: all
+        """
+        if hasattr(self, "train_steps"):
+            return min(self.train_steps or replays, replays)
+        return getattr(self, "mc_num", 1)
 
     @property
     def lora(self):

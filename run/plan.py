@@ -119,6 +119,9 @@ class Plan:
         self.lengths = torch.as_tensor(self.lengths)
         # completions of a step, updates that each is in, a frozen and a second trained model
         self.rollout = getattr(args, "prompts_per_step", 0) * getattr(args, "num_generations", 0)
+        # of trees: nodes at the end of each part of a rollout, which are the rows
+        K = getattr(args, "branches", (1,))
+        self.parts = [self.rollout // math.prod(K[i:]) for i, _ in enumerate(K, 1)]
         self.iterations = getattr(args, "num_iterations", 1)
         self.epochs = 1 if getattr(args, "minibatches", False) else self.iterations
         self.has_reference = getattr(args, "beta", 0) > 0
@@ -135,7 +138,7 @@ class Plan:
         self.blocks, self.steps = math.ceil(args.gen_length / n), min(args.denoising_steps, n)
         # of a sequence; of a rank, and of those that share rows with it
         self.copies = args.num_draws(self.steps * (1 if self.is_block else self.blocks))
-        sequences = self.rollout or args.batch_size * self.coupled
+        sequences = sum(self.parts) or args.batch_size * self.coupled
         self.noised = sequences * self.copies * args.sequence_parallel // self.ranks
         self.rows = min(ROWS, math.ceil(max(self.rollout, self.held_out) / self.ranks))
         self.canvas = int(self.lengths.amax(0)[0]) + args.gen_length  # the sampler's longest row
@@ -158,7 +161,7 @@ class Plan:
         K = K if self.coupled else math.gcd(K, size)  # Rows.split divides a row
         rows = max(size // K, 1)
         if self.is_block:
-            return rows, K, prompt + scored + K * scored
+            return rows, K, prompt + scored + K * scored / len(self.parts)
         return rows * K, 1, prompt + scored
 
     def memory(self, size):
@@ -210,15 +213,16 @@ class Plan:
         products = lambda tokens, scored: tokens * self.active + scored * net.lm_head.weight.numel()
 
         together, K, length = self.layout(self.size, prompt, scored)
+        noisy = K * scored / len(self.parts)
         pairs = length**2 / SDPA / flop_rate  # of tokens that see each other
         if self.is_block:
-            pairs = (prompt + scored) ** 2 / 2 + K * scored * (prompt + scored / 2)
+            pairs = (prompt + scored) ** 2 / 2 + noisy * (prompt + scored / 2)
             pairs /= FLEX * flop_rate
         # 4 FLOPs a pair and dimension in the forward pass, 10 in the backward pass
         other = 14 * pairs * net.config.num_attention_heads * net.config.head_dim
         other += length * self.kept * TOUCHES / byte_rate + LAUNCH / together
         other *= len(net.layers) / 3
-        flops = products(length, K * scored)
+        flops = products(length, noisy)
         # of all sequences of a step: a forward pass, which takes as long as the gradients of the
         # inputs, and those of the trained weights
         in_products = lambda flops: 2 * flops / flop_rate / PRODUCTS
@@ -240,10 +244,11 @@ class Plan:
 
         update = self.epochs * ((2 + args.activation_checkpointing) * forward + gradients)
         values = (self.has_old and self.iterations > 1) + self.has_reference
-        if args.num_draws(1 << 20) == self.copies:  # masks are drawn anew
+        # masks are drawn anew
+        if args.num_draws(1 << 20) == self.copies and self.parts == [self.rollout]:
             values *= self.epochs
         phases = {
-            "rollout": sampling(self.rollout),
+            "rollout": sum(map(sampling, self.parts)) / len(self.parts),
             "old and reference values": values * forward,
             "update": update,
             "value model": (2 * forward + update) * self.values,

@@ -5,7 +5,7 @@ import torch
 from data.preferences import held_out_pairs, pairs_of
 from data.stream import ShuffledStream
 from data.tokens import encode
-from distributed.groups import all_reduce, gather, rank_share
+from distributed.groups import all_reduce, gather, over_ranks, rank_share
 from evals import TRIAL, load_splits, load_task, mean_score, score_all
 from evals.own import FAILED
 from evals.rewards import load_reward, reward_names, sum_of_parts
@@ -180,7 +180,7 @@ class Problems(HeldOut):
             values = torch.tensor([[*parts.values()] for parts, _ in graded]).view(N // G, G, -1)
             totals = sum_of_parts(values) if several else values.sum(2)
             is_dead = (totals == totals[:, :1]).all(1)
-            if not all_reduce({"dead": is_dead.sum()})["dead"]:
+            if not over_ranks(is_dead.sum()):
                 break
             later = step + (extra << 24)  # where no step gets to
             fresh = self.engine.generate(**self.request(later, G))

@@ -240,10 +240,11 @@ def naive_logps(model, rows):
     for r, k in itertools.product(range(R), range(K)):
         valid = rows.valid_mask[r]
         clean, masked = rows.input_ids[r][valid], rows.masked[r, k][valid]
-        targets = clean if rows.targets is None else rows.targets[r, k][valid]
+        P = int(valid[:-L].sum())
+        targets = clean[P:] if rows.targets is None else rows.targets[r, k][valid[-L:]]
         log_p = row_logps(model, clean, torch.where(masked, MASK, clean), rows.temperature)
-        logps, P = log_p.gather(1, targets[:, None])[:, 0], int(valid[:-L].sum())
-        logps = torch.nn.functional.pad(logps[P:], (0, L - len(clean) + P))
+        logps = log_p[P:].gather(1, targets[:, None])[:, 0]
+        logps = torch.nn.functional.pad(logps, (0, L - len(targets)))
         found.append(torch.where(rows.weights[r, k] != 0, logps, 0.0))
     return torch.stack(found).view(R, K, L)
 

@@ -16,7 +16,7 @@ from oracles import tiny_model
 from test_models import ragged, small
 
 from models import add_lora, attention
-from models.layers import compile_blocks, uncompiled
+from models.layers import set_speed, uncompiled
 
 
 def by_rows(q, k, v, cu_q, cu_k, max_q, max_k, enable_gqa=True):
@@ -64,7 +64,7 @@ def test_where_cudnn_computes(monkeypatch, S, padding, trusted):
 
 @pytest.fixture
 def compiler():
-    """Undoes what compile_blocks sets."""
+    """Undoes what set_speed sets."""
     from torch._inductor import config
 
     torch._dynamo.reset()
@@ -90,12 +90,11 @@ def test_blocks_compile_once_for_all_sizes(monkeypatch, compiler, backend):
     seen, counts = [], []
     graphs = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
     model = add_lora(tiny_model(), 4, 8, dtype=torch.float64)
-    model.attention_backend = backend
-    with monkeypatch.context() as on_cuda:  # compile_blocks does nothing on a CPU
+    with monkeypatch.context() as on_cuda:  # nothing is compiled on a CPU
         on_cuda.setattr(torch.cuda, "is_available", lambda: True)
         compile_block = partialmethod(torch.nn.Module.compile, backend=graphs)
         on_cuda.setattr(torch.nn.Module, "compile", compile_block)
-        compile_blocks(model)
+        set_speed(model, backend, False, True)
     monkeypatch.setattr(flex_module, "_validate_device", lambda *_: None)  # gradients on a CPU
     monkeypatch.setattr(attention, "refusal", lambda *_: None)
     kernel = partial(torch.compile, dynamic=True, backend="aot_eager")

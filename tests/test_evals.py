@@ -191,10 +191,6 @@ def test_prompts(task):
     for case in of("prompt", task):
         module, example = load_task(task), case["example"]
         assert module.prompt(example) == case["prompt"]
-        hidden = {key: value for key, value in example.items() if key not in ("gold", "solution")}
-        assert module.prompt(hidden) == case["prompt"], (
-            "a prompt does not depend on the gold answer"
-        )
 
 
 def test_every_task_has_golden_verdicts():
@@ -374,8 +370,7 @@ def test_splits(tmp_path):
 
 
 def test_load_reward(monkeypatch):
-    """Equal completions are judged once; a reward that is not finite stops the run and names its
-    place."""
+    """Equal completions are judged once; a reward of other than named numbers stops the run."""
     mbpp, asked, judge = load_task("mbpp"), [], programs.run
     monkeypatch.setattr(programs, "run", lambda job: asked.append(job) or judge(job))
     case = of("scores", "mbpp")[0]
@@ -386,19 +381,10 @@ def test_load_reward(monkeypatch):
     assert [parts["score"] for parts in found] == [1.0, 1.0, 0.0, 0.0, 1.0] and len(asked) == 2
     found[0]["score"] = 5.0
     assert found[1]["score"] == 1.0, "each completion has its own components"
-    odd = lambda completion, example: {"a": 1.0, "b": float("nan") if completion == "x" else 0.0}
-    monkeypatch.setitem(REWARDS, "countdown_odd", odd)
-    reward = load_reward("countdown_odd", load_task("countdown"))
-    assert reward(["y"], [example]) == [{"a": 1.0, "b": 0.0}] and reward([], []) == []
-    said = one_line(reward, ["y", "y", "x"], [example] * 3)
-    assert said.startswith("--reward countdown_odd of countdown: completion 'x' is paid {")
-    assert "'b': nan}: not a finite number for each of ['a', 'b']" in said
+    assert load_reward("", mbpp)([], []) == []
     for paid in "1.0", {"mean": 1.0}, {}:
-        monkeypatch.setitem(REWARDS, "countdown_odd", lambda *_, paid=paid: paid)
-        said = one_line(load_reward("countdown_odd", load_task("countdown")), ["x"], [{}])
-        assert "none may be called" in said
-    boxed = {"question": "?", "gold": "18", "style": "boxed"}
-    assert "--data d1" in one_line(load_reward("math500_d1", load_task("math500")), ["18"], [boxed])
+        monkeypatch.setitem(REWARDS, "mbpp_odd", lambda *_, paid=paid: paid)
+        assert "none may be called" in one_line(load_reward("mbpp_odd", mbpp), ["x"], [{}])
 
 
 # score and tokens per forward of four completions, their sum by hand
@@ -453,7 +439,7 @@ def test_files_of_a_user(tmp_path):
     task = load_task(str(path))
     assert (task.NAME, task.PRESETS) == ("json", ()) and sys.modules["json"] is json
     example = task.load("train")[0]
-    assert load_reward("", task)(["one", "two"], [example] * 2) == [{"score": 1.0}, {"score": 0.0}]
+    assert score_all(task, ["one", "two"], [example] * 2) == [1.0, 0.0]
     [parts] = load_reward(f"{path}:number", task)(["four"], [example])
     assert parts == {"reward": 4} and type(parts["reward"]) is float
     row = {"index": 0, "completion": "a", "truncated": True}  # of equal texts
@@ -533,7 +519,7 @@ def test_dares_files_have_our_prompts_and_rows():
         ("mbpp", "test_mbpp_1", ""),
     ):
         module, path = load_task(task), f"{DATA}/dare/{file}.parquet"
-        examples, rows = module.load("test", path, 300), read_rows(path, "test", (), 300)
+        examples, rows = module.load("test", path, 300), read_rows(path, "test", limit=300)
         asked = [row["prompt"][: len(module.prompt(examples[0]))] for row in rows]
         assert [module.prompt(example) for example in examples] == asked
         theirs = module.load("test", f"{DATA}/{ours}", 300) if ours else examples

@@ -73,11 +73,7 @@ def test_each_rank_loads_its_rows(run_ranks, tmp_path, family, ranks, changes):
 
 @pytest.mark.parametrize("family", ["tiny-llada", "tiny-llada2"])
 def test_routers_and_rotary_tables_stay_fp32(run_ranks, monkeypatch, family):
-    """Through .to(bf16), and inside FSDP2's bf16 compute; LLaDA rotates with fp32 tables."""
-    model = random_model(TINY_CONFIGS[family]).to(torch.bfloat16)
-    for name, value in model.state_dict().items():
-        is_router = name.endswith(("gate.weight", "expert_bias"))
-        assert value.dtype == (torch.float32 if is_router else torch.bfloat16), name
+    """Inside FSDP2's bf16 compute; LLaDA rotates with fp32 tables."""
     rotate, tables = layers.rotate, []
     spy = lambda x, cos, sin: tables.append((x.dtype, cos.dtype)) or rotate(x, cos, sin)
     monkeypatch.setattr(layers, "rotate", spy)

@@ -88,14 +88,10 @@ def close(a, b, tolerance=1e-5):
 # --- adapters in place ---------------------------------------------------------------------------
 
 
-def test_fresh_adapters_change_nothing_and_freeze_the_base():
-    """'B is 0: the model's outputs do not change yet'; only adapters are trainable, in fp32 on a
-    bf16 base too.
-    """
+def test_fresh_adapters_change_nothing():
+    """'B is 0: the model's outputs do not change yet'; adapters are in fp32 on a bf16 base too."""
     base, model = model_of(TINY_SDAR), add_lora(model_of(TINY_SDAR), RANK, ALPHA)
     assert torch.equal(model.logits(IDS), base.logits(IDS)) and not has_lora(base)
-    trained = {name for name, value in model.named_parameters() if value.requires_grad}
-    assert trained == adapter_tensors(model).keys() and len(trained) == 2 * 4 * 7
     half = add_lora(model_of(TINY_SDAR, torch.bfloat16), RANK, ALPHA)
     for name, value in half.state_dict().items():
         assert value.dtype == (torch.float32 if "lora_" in name else torch.bfloat16)
@@ -124,7 +120,7 @@ INSIDE |= {"llada_moe": 8, "a2d_block": 28, "a2d_masked": 28}
 @pytest.mark.parametrize("family", SMALLS)
 def test_adapters_go_on_the_linear_layers_of_blocks(family):
     """Not on the head (LLaDA's bears the name of a block's layer), routers or stacked experts; all
-    learn.
+    learn, and nothing else does.
     """
     model = add_lora(model_of(SMALLS[family]), RANK, ALPHA)
     held = {name.split(".lora_")[0] for name in adapter_tensors(model)}
@@ -134,7 +130,8 @@ def test_adapters_go_on_the_linear_layers_of_blocks(family):
     assert dict(export_weights(model)).keys() == tensor_shapes(model_of(SMALLS[family])).keys()
     ids = IDS[:, None]
     model.logps(IDS, torch.full_like(ids, MASK), ids >= 0).sum().backward()
-    assert all((p.grad is not None) == p.requires_grad for p in model.parameters())
+    for name, value in model.named_parameters():
+        assert value.requires_grad == (value.grad is not None) == (".lora_" in name)
 
 
 @pytest.mark.parametrize("targets", [["q_proj", "W_pack"], ["self_attn.q_proj"]])
@@ -144,17 +141,12 @@ def test_a_target_that_matches_nothing_is_named(targets):
 
 
 def test_adapters_off_is_the_base_and_on_is_as_before():
-    """'The frozen model under the adapters: the reference policy', on again bit-identical and
-    trainable.
-    """
+    """'The frozen model under the adapters: the reference policy', on again bit-identical."""
     base, model = model_of(TINY_SDAR).logits(IDS), adapted()
     before = model.logits(IDS)
     with torch.no_grad(), adapters_off(model) as reference:
         assert reference is model and torch.equal(model.logits(IDS), base)
     assert torch.equal(model.logits(IDS), before) and not torch.equal(before, base)
-    model.logits(IDS).sum().backward()
-    for name, value in model.named_parameters():
-        assert value.requires_grad == (value.grad is not None) == ("lora_" in name)
 
 
 # --- files ---------------------------------------------------------------------------------------
@@ -173,8 +165,6 @@ def test_peft_alone_reads_a_saved_adapter(saved):
     merged, ours = (m.state_dict() for m in (wrapped.merge_and_unload(), load_model(directory)))
     assert merged.keys() == ours.keys()
     assert all(close(merged[name], ours[name]) for name in ours)
-    ours = load_model(directory)
-    assert (ours.eos_token_ids, ours.pad_token_id, has_lora(ours)) == ([256], 256, False)
 
 
 def test_an_adapter_on_an_adapter_loads(saved, tmp_path):

@@ -19,7 +19,6 @@ from test_evals import grade, of, one_line, row_of, write
 
 from evals import livecodebench, math_grader, programs, sandbox
 from evals.math_grader import math_verify
-from evals.sandbox import in_threads
 
 ENDLESS = r"2^{2^{2^{100}}}"
 
@@ -71,11 +70,9 @@ def test_model_text_is_not_run_and_no_secret_is_there(tmp_path, started, monkeyp
     assert b"secret" not in Path(f"/proc/{started[0].pid}/environ").read_bytes()
 
 
-def test_batches_and_forks(started):
-    completions = [rf"\boxed{{{i}+x}}" for i in range(30)]
-    golds = [f"x+{i - i % 3 // 2}" for i in range(30)]
-    assert in_threads(grade, completions, golds) == [i % 3 != 2 for i in range(30)]
-    if not (child := os.fork()):  # a child must not use its parent's processes
+def test_a_fork_does_not_use_the_processes_of_its_parent(started):
+    assert math_grader.ask("math", "y+y", "2y", 0.0)
+    if not (child := os.fork()):
         before = len(started)
         os._exit(math_grader.ask("math", "x+x", "2x", 0.0) is not True or len(started) == before)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
@@ -86,7 +83,6 @@ def test_programs_are_read_in_a_process_that_is_killed(monkeypatch):
     first = programs.first_program
     assert first(["x x", "x = 1", "y"]) == "x = 1"
     assert first(["(", "\ud800", "\0", "-" * 10**5 + "1"]) is first([]) is None
-    assert first(["#" * sandbox.MAX_CODE + "\n"]) is None, "the sandbox would not run it"
     monkeypatch.setattr(math_grader, "TIMEOUT", 0.01)
     chain = "f" + "()" * 200_000
     began = time.process_time()
@@ -160,8 +156,8 @@ def test_releases_and_dates(tmp_path, monkeypatch):
     assert len(load("release_v6@2023-01-01..", 3)) == 3
     for wrong in ("release_v7", "release_v6@2023..2024"):
         assert "; presets: " in one_line(load, wrong)
-    (tmp_path / "rows.jsonl").write_text(json.dumps(row_of("livecodebench")) + "\n\n{\n")
-    assert "row 2: cannot read a problem" in one_line(load, f"{tmp_path}/rows.jsonl")
+    path = write(tmp_path / "rows.jsonl", [row_of("livecodebench"), {}])
+    assert "row 2: cannot read a problem" in one_line(load, path)
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda: None)  # any error of the hub
     assert "--data FILE.jsonl reads a copy" in one_line(load, "v5")
 

@@ -32,7 +32,6 @@ from models import (
     save_model,
 )
 from models.checkpoint import prompt_text, set_special_tokens
-from models.experts import expert_parts
 from models.layers import RMSNorm
 from models.tensors import build_model, materialize, tensor_names, tensor_shapes
 from models.tiny import TINY_CONFIGS, TINY_SDAR, byte_tokenizer, random_model
@@ -170,33 +169,15 @@ def test_outputs_are_the_official_ones(family):
         torch.testing.assert_close(*pair, atol=1e-5, rtol=0, msg=case)
 
 
-def test_gradients_of_llada_moe_are_the_official_ones():
-    """The norm of every official tensor's gradient, for a weighted sum of a padded batch's
-    logits.
-    """
-    model, want = model_of(CONFIGS["llada_moe"]), GOLDEN["llada_moe"][1]
-    logits = model.logits(want["padded_ids"].long(), want["attention_mask"])
-    weights = torch.arange(float(logits.numel())).cos().view_as(logits)
-    gradient = gradients(model, (weights * logits)[want["attention_mask"]].sum())
-    norms = {
-        official: gradient[name][index].norm()
-        for name, value in gradient.items()
-        for official, index in expert_parts(name, value.shape)
-    }
-    norms = torch.stack([norms[name] for name in sorted(norms)])
-    torch.testing.assert_close(norms, want["grad_norms"], atol=1e-5, rtol=1e-4)
-
-
 @pytest.mark.parametrize("family", GOLDEN)
 @torch.no_grad()
 def test_bf16_outputs_agree_with_the_official_ones(family):
-    """Argmax of at least 97 %; LLaDA2's logits are cast to fp32 after the head."""
+    """Argmax of at least 97 %"""
     config, want = GOLDEN[family]
     rounded = "moe" in family or family == "llada2"
     model = model_of(CONFIGS[family], torch.bfloat16, family, is_rounded=rounded)
     ids = want["input_ids" if family == "dream" else "ids"].long()
     got, want = model.logits(ids), want["logits_bf16" if rounded else "bf16_logits"]
-    assert got.dtype == (torch.float32 if family == "llada2" else torch.bfloat16)
     assert (got.argmax(-1) == want.argmax(-1)).float().mean() >= 0.97
     assert (got.float() - want.float()).abs().quantile(0.97) <= 0.1
 
@@ -375,11 +356,13 @@ def test_a_saved_model_loads_bit_for_bit(tmp_path, monkeypatch, family):
     assert_same_weights(loaded, model)
     assert (loaded.eos_token_ids, loaded.pad_token_id, loaded.mask_token_id) == ([5, 1], 1, MASK)
     assert loaded.checkpoint_config == SMALLS[family] and loaded.block_length == 4
+    is_tied = loaded.lm_head.weight is loaded.get_submodule(loaded.embedding).weight
+    assert is_tied == loaded.config.tie_word_embeddings
     assert load_tokenizer(directory).get_vocab() == byte_tokenizer().get_vocab()
 
 
-def test_bf16_on_disk_and_in_memory_and_a_tied_head(tmp_path):
-    """Tensors are bf16 as config.json says, but expert biases fp32; a tied head is stored once."""
+def test_bf16_on_disk_and_in_memory(tmp_path):
+    """Tensors are bf16 as config.json says, but expert biases fp32."""
     config = SMALLS["llada2"] | {"torch_dtype": None, "dtype": "bfloat16"}
     model = model_of(config, is_rounded=True)
     save_model(model, tmp_path / "a", None)
@@ -391,11 +374,6 @@ def test_bf16_on_disk_and_in_memory_and_a_tied_head(tmp_path):
     half = load_model(tmp_path / "a", dtype=torch.bfloat16)
     assert_same_weights(half.layers[1].mlp.gate, gate)
     assert half.lm_head.weight.dtype == half.layers[1].mlp.experts.down.dtype == torch.bfloat16
-    tied = set_special_tokens(random_model(TINY_SDAR | {"tie_word_embeddings": True}))
-    save_model(tied, tmp_path / "b", None)
-    assert "lm_head.weight" not in load_file(tmp_path / "b/model.safetensors")
-    loaded = load_model(tmp_path / "b")
-    assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
 
 
 @pytest.fixture
@@ -438,7 +416,6 @@ DAMAGES = {
     "shape": (tensors(lambda t: t.update({NORM: torch.zeros(1)})), NORM + r".*\(1,\).*\(32,\)"),
     "integers": (tensors(lambda t: t.update({NORM: t[NORM].to(torch.int8)})), f"{NORM}.*I8"),
     "cut off": (cut_off, "safetensors.*truncated"),
-    "end ids": (edit("generation_config.json", eos_token_id=[]), "no config file states eos"),
     "mask id": (edit(mask_token_id=7), r"mask_token_id 7 is no special.*'<\|MASK\|>': 257"),
     "no end": (
         lambda d: [(d / "generation_config.json").unlink(), edit(eos_token_id=None)(d)],
@@ -460,7 +437,6 @@ def test_a_damaged_checkpoint_is_refused_in_one_line(saved, damage, words):
 
 TEMPLATES = [  # and what it raises
     ("{% if", "TemplateSyntaxError"),
-    ("{{ raise_exception('no') if messages[0].content|length > 4 }}", "TemplateError..no"),
     ("{{ 1 / (messages[0].content|length - 5) }}", "ZeroDivisionError"),
     ("{{ messages[0].content }}", "UnicodeEncodeError"),
 ]
@@ -485,15 +461,6 @@ def test_code_is_saved_along_or_not_named(saved, tmp_path, there):
     assert (
         raw.get("auto_map") == (named if there else None) and (tmp_path / "b/blocks.py").is_file()
     )
-
-
-def test_a_prompt_beyond_the_context_is_one_line(saved, caplog):
-    """That of transformers."""
-    edit(max_position_embeddings=12)(saved)
-    tokenizer = load_tokenizer(saved)
-    for length in (10, 11, 12):
-        models.prompt_ids(tokenizer, [{"role": "user", "content": "2" * length}])
-        assert len(caplog.records) == (length > 10)
 
 
 def test_tiny_is_shipped_or_small(saved, tmp_path, monkeypatch):
@@ -574,14 +541,11 @@ REFUSED = [
     ("a2d_block", {"shift": True}, "shift = true.*block_size = 0"),
     ("a2d_block", {"rope_scaling": YARN}, "rope_scaling.*yarn.*llama3"),
     ("sdar", {"block_size": 0}, "block_size = 0: no int, 1 to"),
-    ("sdar", {"num_hidden_layers": 10**7}, "num_hidden_layers = 10000000.* to 10000"),
     ("sdar", {"rope_theta": math.nan}, "rope_theta = nan: no float"),
     ("sdar", {"tie_word_embeddings": "false"}, "tie_word_embeddings = 'false': no bool"),
     ("llada2", {"num_experts": 10**400}, "num_experts = 1000"),
     ("llada", {"n_heads": True}, "n_heads = True"),
-    ("dream", {"block_length": 4.0}, "block_length = 4.0"),
     ("sdar_moe", {"mlp_only_layers": [0]}, "mlp_only_layers"),
-    ("llada2", {"score_function": "softmax"}, "score_function.*softmax"),
     ("llada", {"activation_type": "swiglu"}, "activation_type.*swiglu.*silu"),
     ("llada_moe", {"moe_layer_freq": [0, 1]}, r"moe_layer_freq = \[0, 1\]"),
     ("dream", {"tie_word_embeddings": True}, "tie_word_embeddings"),
@@ -597,7 +561,7 @@ def test_what_a_config_asks_and_we_lack_is_refused(family, change, words):
 
 
 def test_what_config_files_leave_out():
-    """Family defaults, which a config that states another value overrides."""
+    """Family defaults"""
     silent = ("mask_token_id", "eos_token_id", "pad_token_id", "block_size", "block_length")
     quiet = lambda family: {k: v for k, v in SMALLS[family].items() if k not in silent}
     for family in ("llada2", "llada_moe"):
@@ -606,7 +570,6 @@ def test_what_config_files_leave_out():
         assert facts == (156895, [156892], 32)
     model = build_model(quiet("sdar_moe"))
     assert (model.mask_token_id, model.block_length) == (151669, 4)
-    assert build_model(SMALLS["llada"] | {"block_length": 8}).block_length == 8
 
 
 # --- saving under adversity ----------------------------------------------------------------------
@@ -631,15 +594,14 @@ def test_a_failed_save_leaves_the_earlier_checkpoint(tmp_path):
 
 # --- official files ------------------------------------------------------------------------------
 
-OFFICIAL = {  # tensors, parameters, bytes beyond bf16; mask, block length, end ids, padding
-    "LLaDA-8B-Instruct": (291, 8_015_581_184, 0, 126336, 32, [126348, 126081], 126081),
-    "Dream-v0-Instruct-7B": (339, 7_615_616_512, 0, 151666, 32, [151645, 151643], 151643),
-    "SDAR-4B-Chat": (399, 4_411_424_256, 0, 151669, 4, [151645, 151643], 151643),
-    "SDAR-8B-Chat": (399, 8_190_735_360, 0, 151669, 4, [151645, 151643], 151643),
-    "SDAR-30B-A3B-Chat": (18867, 30_532_122_624, 0, 151669, 4, [151645, 151643], 151643),
-    "LLaDA2.0-mini": (14813, 16_255_643_392, 0, 156895, 32, [156892], 156892),
+OFFICIAL = {  # bytes beyond bf16; mask, block length, end ids, padding
+    "LLaDA-8B-Instruct": (0, 126336, 32, [126348, 126081], 126081),
+    "Dream-v0-Instruct-7B": (0, 151666, 32, [151645, 151643], 151643),
+    "SDAR-4B-Chat": (0, 151669, 4, [151645, 151643], 151643),
+    "SDAR-30B-A3B-Chat": (0, 151669, 4, [151645, 151643], 151643),
+    "LLaDA2.0-mini": (0, 156895, 32, [156892], 156892),
     # only the biases are fp32
-    "LLaDA2.1-mini": (14813, 16_255_643_392, 19 * 256 * 2, 156895, 32, [156892], 156892),
+    "LLaDA2.1-mini": (19 * 256 * 2, 156895, 32, [156892], 156892),
 }
 
 
@@ -650,12 +612,12 @@ def official(name, file):
 @needs_hf
 @pytest.mark.parametrize("name", OFFICIAL)
 def test_names_sizes_and_ids_are_those_of_the_official_files(name):
-    count, parameters, more, *facts = OFFICIAL[name]
+    more, *facts = OFFICIAL[name]
     model, index = build_model(official(name, "config.json")), official(name, INDEX)
     shapes = tensor_shapes(model)
-    assert shapes.keys() == index["weight_map"].keys() and len(shapes) == count
-    assert parameters == sum(map(math.prod, shapes.values()))
-    assert 2 * parameters + more == index["metadata"]["total_size"]
+    assert shapes.keys() == index["weight_map"].keys()
+    size = 2 * sum(map(math.prod, shapes.values())) + more
+    assert size == index["metadata"]["total_size"]
     set_special_tokens(model, Path(HF) / name)
     got = [model.mask_token_id, model.block_length, model.eos_token_ids, model.pad_token_id]
     assert got == facts

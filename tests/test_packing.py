@@ -152,13 +152,13 @@ def test_two_packed_documents_give_the_loss_of_the_official_sdar_code():
     """JetAstra/SDAR c2041a8, SDARForCausalLM.forward in training mode (transformers 4.52.4, torch
     2.13, CPU, fp64) on the same weights, documents and masks; FlexAttention replaced by SDPA with
     its mask, the Triton loss and norm by their formulas. The official softmax gives the mask token
-    a probability, ours 0: model.mask_token_id = None lets it in."""
+    a probability, ours 0: model.mask_token_id = [] lets it in."""
     row, model = RELEASED["sft"], random_model(TINY_SDAR | {"num_hidden_layers": 2}).double()
     ids, weights = (torch.tensor(row[name])[None] for name in ("ids", "weights"))
     with torch.no_grad():
         model.lm_head.weight.mul_(20)
         model.model.embed_tokens.weight.mul_(30)
-    model.mask_token_id, masked = None, weights > 0
+    model.mask_token_id, masked = [], weights > 0
     documents = torch.arange(2).repeat_interleave(torch.tensor(row["lengths"]))[None]
     noisy = torch.where(masked, 257, ids)[:, None]
     logps = model.logps(ids, noisy, masked[:, None], document_ids=documents)[:, 0]

@@ -56,7 +56,7 @@ def half(completion, example): return 1 / len(completion)
 SCORE = """from data.rows import read_rows
 import sys
 def load(split, path=None, limit=None):
-    return read_rows(path, split, (), limit)
+    return read_rows(path, split, limit=limit)
 def prompt(example):
     return [{"role": "user", "content": example["text"]}]
 def extract(completion, example):

@@ -28,8 +28,8 @@ def test_whole_files_are_read(tmp_path, monkeypatch, name):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", Path("/proc/no/home"))
     path = tmp_path / name
     path.write_bytes(WHOLE[name])
-    assert read_rows(str(path), "train", ()) == ROWS
-    assert read_rows(str(path), "train", (), 3) == ROWS[:3]
+    assert read_rows(str(path), "train") == ROWS
+    assert read_rows(str(path), "train", limit=3) == ROWS[:3]
 
 
 DAMAGED = [
@@ -53,4 +53,4 @@ def test_damaged_files_are_refused_with_their_line(tmp_path, name, content, word
 def test_csv_cells_stay_text(tmp_path):
     (tmp_path / "r.csv").write_bytes(b'prompt,response\n007,"b, ""c"""\nd\n')
     want = [{"prompt": "007", "response": 'b, "c"'}, {"prompt": "d", "response": None}]
-    assert read_rows(str(tmp_path / "r.csv"), "train", ()) == want
+    assert read_rows(str(tmp_path / "r.csv"), "train") == want

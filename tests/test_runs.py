@@ -324,8 +324,6 @@ def test_settings_of_published_numbers():
         names, values = re.split(" {2,}", line)
         found = decoding.settings(*names.split())
         assert [str(found[key]) for key in KEYS.split()] == values.split(), line
-    dream = decoding.settings("dream-7b", "Dream", "mbpp")
-    assert (dream["schedule"], dream["top_p"]) == ("timesteps", 0.95)
 
 
 @pytest.mark.parametrize("model", TINY)

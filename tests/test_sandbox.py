@@ -9,6 +9,7 @@ how busy the machine is.
 import functools
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -18,9 +19,11 @@ import sys
 import tempfile
 import textwrap
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
+from resource import getpagesize
 
 import numpy
 import pytest
@@ -43,7 +46,8 @@ SECRET = Path(tempfile.gettempdir()) / f"sandbox-test-secret-{os.getpid()}"
 # callers that are not the user of the tests: how their commands begin
 ORDINARY = "setpriv --reuid=12345 --regid=12345 --clear-groups".split()
 ROOT_OF_ONE = "unshare", "-r"  # as in bubblewrap and rootless containers: no other uid to give
-WITHOUT = {"namespaces": ["landlock"], "Landlock": ["namespaces"], "": ["namespaces", "landlock"]}
+# walls, and a pattern of those to take down
+WITHOUT = {"namespaces": "landlock", "Landlock": "namespaces", "": "namespaces|landlock"}
 
 
 def job(code, tests=TESTS, **changed):
@@ -54,8 +58,7 @@ def job(code, tests=TESTS, **changed):
 ATTACKS = {
     "null byte": (F + "\0", "error"),
     "lone surrogate": (F + "s = '\ud800'", "error"),
-    "very long line": ("x = '" + "a" * 900_000 + "'" + F, "passed"),
-    "longer than is run": ("x = '" + "a" * 1_000_001 + "'" + F, "long"),
+    "very long line": ("x = '" + "a" * 9_000_000 + "'" + F, "passed"),
     "deeply nested source": ("x = " + "(" * 100_000 + F, "error exited"),
 }
 HELD_BY = {}  # name: what it takes besides the walls of every kernel
@@ -97,6 +100,12 @@ def alone(monkeypatch):
         os.chmod(place, 0o755)
         monkeypatch.setattr(sandbox, "CHILD", Path(f"{place}/evals/sandbox_child.py"))
         yield place
+
+
+def keep(walls):
+    """Of those that not every kernel gives only these."""
+    text = sandbox.CHILD.read_text()
+    sandbox.CHILD.write_text(re.sub(rf"stands\(({WITHOUT[walls]}),.*\)", "False", text))
 
 
 def attack(name, surroundings, seconds=5.0):
@@ -155,12 +164,12 @@ def test_attack(name, surroundings):
     assert holdings() == before
 
 
-AT_ONCE = """
+RUN_ALL = """
 import json
 from concurrent.futures import ThreadPoolExecutor
-jobs, without = json.load(sys.stdin)
+jobs = json.load(sys.stdin)
 with ThreadPoolExecutor(16) as pool:
-    results = pool.map(lambda job: sandbox.run(sandbox.Job(**job), without), jobs)
+    results = pool.map(lambda job: sandbox.run(sandbox.Job(**job)), jobs)
     print(json.dumps([[*vars(result).values()] for result in results]))
 """
 
@@ -181,9 +190,10 @@ def test_attacks_at_once(caller, walls, surroundings, alone):
         pytest.skip(f"{caller} does not work here")
     tried = [name for name in SLOW + QUICK if name != "modules"]
     jobs = [asdict(attack(name, surroundings, 2.0)) for name in tried]
+    keep(walls)
     done = subprocess.run(
-        [*caller, public_python(), "-I", "-c", CALLER + AT_ONCE, alone],
-        input=json.dumps([jobs, WITHOUT[walls]]),
+        [*caller, public_python(), "-I", "-c", CALLER + RUN_ALL, alone],
+        input=json.dumps(jobs),
         cwd="/",
         text=True,
         capture_output=True,
@@ -199,12 +209,6 @@ def test_attacks_at_once(caller, walls, surroundings, alone):
         assert results["files of the caller read"].passed
 
 
-@pytest.mark.parametrize("name", ("outbound connection", "memory in a file without a name"))
-def test_attacks_succeed_without_a_sandbox(name, surroundings):
-    code = attack(name, surroundings).code + "\nassert f(1) == 2"
-    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
-
-
 @pytest.mark.skipif(os.getuid() != 0, reason="a limit for all of a user's processes")
 def test_processes_are_limited():
     forks = "import os, time\nfor _ in range(40): os.fork() or time.sleep(9)"
@@ -217,8 +221,38 @@ def test_processes_are_limited():
 )
 def test_a_library_that_the_program_cannot_read(monkeypatch):
     monkeypatch.setattr(sandbox, "PAUSES", (0,))
+    keep("Landlock")
     with pytest.raises(SandboxError, match="cannot read /root"):
-        run(job(F), without=["namespaces"])
+        run(job(F))
+
+
+TOOLS, *SIEGE = (ROOT / "tests/golden/siege.txt").read_text().split("\n## ")
+PEAK = LIMITS["memory"] + (768 << 20)  # a look takes 0.1 s; shared pages count for each process
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("walls", ("namespaces", "Landlock"))
+@pytest.mark.parametrize("attack", SIEGE, ids=lambda attack: attack.partition("\n")[0])
+def test_siege(attack, walls, monkeypatch):
+    """Forged answers and bombs, alone and many at once: none scores, is late, takes more memory
+    than its limit, or leaves a process."""
+    tests = "assert f(1) == 2\nassert f(5) == 6 and not f(6) == 6  # the needle of this siege"
+    attack, peak = job(f"{TOOLS}\n# {attack}", tests, timeout=4.0), 0
+    monkeypatch.setattr(sys, "_base_executable", public_python())
+    keep(walls)
+
+    def timed(job):
+        start = time.monotonic()
+        return run(job).passed, time.monotonic() - start
+
+    with ThreadPoolExecutor(16) as pool:
+        first = pool.submit(timed, attack)
+        while not first.done():
+            peak = max(peak, sum(running().values()) * getpagesize())
+            time.sleep(0.05)
+        passed, seconds = zip(first.result(), *pool.map(timed, [attack] * 16), strict=True)
+    assert not any(passed) and max(seconds) < 24.0  # 4 s, and 16 at once share the cores
+    assert peak < PEAK and not running()
 
 
 # --------------------------------------------------------------------------------------------------
@@ -273,9 +307,9 @@ def test_a_sandbox_that_cannot_start_programs_says_why(alone):
 def test_programs_end_with_a_killed_caller(walls, alone):
     """SIGKILL to the caller, and then to nothing else: its program ends too."""
     code = "import os, time\nos.fork()\nos.fork()\ntime.sleep(600)"
-    caller = CALLER + "sandbox.run(sandbox.Job(sys.argv[2], '', timeout=600), eval(sys.argv[3]))"
-    command = [public_python(), "-c", caller, alone, code, repr(WITHOUT[walls])]
-    process = subprocess.Popen(command)
+    caller = CALLER + "sandbox.run(sandbox.Job(sys.argv[2], '', timeout=600))"
+    keep(walls)
+    process = subprocess.Popen([public_python(), "-c", caller, alone, code])
     wait_for(lambda: len(running()) == 6)  # supervisor, tests, and four of the program
     process.kill()
     process.wait()
@@ -297,12 +331,6 @@ sandbox.in_threads(sandbox.run, jobs)
     process.send_signal(signal.SIGINT)
     assert process.wait(30) != 0  # the two that ran end at their limit, the others never start
     assert not running()
-
-
-def test_batches_keep_their_order():
-    tests = [f"assert f({i}) == {i + i % 2}" for i in range(8)]
-    results = in_threads(run, [job(F, test) for test in tests])
-    assert [result.passed for result in results] == [False, True] * 4
 
 
 # --------------------------------------------------------------------------------------------------

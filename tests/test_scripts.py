@@ -181,7 +181,7 @@ TASK = """
 from data.rows import read_rows
 from evals.qa import extract, prompt, score
 def load(split, path=None, limit=None):
-    return [row | {"answers": ["x"]} for row in read_rows(path, split, (), limit)]
+    return [row | {"answers": ["x"]} for row in read_rows(path, split, limit=limit)]
 def pay(completion, example):
     return {"a": 0.5, "b": 0.0}
 """

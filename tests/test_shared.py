@@ -71,10 +71,10 @@ def test_a_script(script):
 
 @pytest.mark.parametrize("script", ONLINE)
 def test_an_online_script(script):
-    """All blocks of d1.py in its order."""
-    text = source(script)
-    names = [name for name in shared_blocks(text) if not name.startswith("reference")]
-    assert names == list(shared_blocks(source("d1")))
+    """All blocks of d1.py in its order, but those that are parts of a method."""
+    is_of_all = lambda name: not name.startswith(("reference", "method"))
+    mine, d1 = (filter(is_of_all, shared_blocks(source(one))) for one in (script, "d1"))
+    assert [*mine] == [*d1]
 
 
 def is_ours(module):
@@ -163,11 +163,7 @@ def test_importing_and_building_have_no_effect(monkeypatch):
         build_model(config)
 
 
-def test_benchmarks_import_names_that_exist():
-    """kernels/ apart, which needs Triton"""
-    for path, tree in TREES.items():
+def test_benchmarks_can_be_imported():
+    for path in TREES:
         if path.parts[0] == "bench":
-            for _, module, names in imports_of(tree):
-                if module.split(".")[0] in ROOMS:
-                    for name in names:
-                        exec(f"from {module} import {name}" if name != module else f"import {name}")
+            importlib.import_module(f"bench.{path.stem}")

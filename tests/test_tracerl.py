@@ -135,11 +135,12 @@ def test_values_of_the_released_code(monkeypatch, n):
 
 @pytest.mark.parametrize("rank", [0, 4])
 def test_a_value_model_is_like_its_policy(rank):
-    """The same start, adapters of the same shape, seed and scale, an optimizer of its own."""
-    policy = meta_model("tiny-sdar")
-    policy = load_weights(add_lora(policy, 4, 8, ["q_proj"], 3) if rank else policy, "cpu")
+    """The same start, an optimizer of its own."""
+    built = (meta_model("tiny-sdar") for _ in range(2))
+    model, policy = (add_lora(one, 4, 8, ["q_proj"], 3) if rank else one for one in built)
+    policy = load_weights(policy, "cpu")
     optimizer = torch.optim.AdamW(policy.parameters(), 0.1, (0.5, 0.6), weight_decay=0.3)
-    model, own = load_value_model("tiny-sdar", policy, optimizer, lambda model: model)
+    model, own = load_value_model(model, "cpu", optimizer, lambda model: model)
     same, (group,), (other,) = model.state_dict(), own.param_groups, optimizer.param_groups
     assert not same.pop("value_head.weight").any()
     torch.testing.assert_close(same, policy.state_dict(), rtol=0, atol=0)

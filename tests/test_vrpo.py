@@ -3,13 +3,12 @@ enumeration, held-out pairs.
 """
 
 import itertools
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 from golden_runs import ANSWERS, EVERY, rows_of, run_script
-from oracles import EOS, MASK, Group, gradient, naive_logps, peak_of_graphs, relative, tiny_model
+from oracles import EOS, Group, gradient, naive_logps, peak_of_graphs, relative, tiny_model
 from test_evals import write
 from test_methods import within
 
@@ -36,7 +35,7 @@ def test_draws_are_unbiased_and_shared():
     """
     ids, index = torch.zeros(5000, 10).long(), torch.arange(5000)
     answer, variance = (torch.arange(10) >= 2).repeat(5000, 1), []
-    batch = vrpo.Batch(ids, answer | ~answer, answer, ids, index, MASK, 3, 0, 2500, 1.0)
+    batch = vrpo.Batch(ids, answer | ~answer, answer, ids, index, 3, 0, 2500, 1.0)
     # log p of each token where m of its block are masked
     table = -torch.linspace(0.5, 1.5, 9) * torch.linspace(0.1, 3, 10)[:, None].double()
     for n, each in ((8, 1), (4, 1), (2, 2), (1, 4)):
@@ -132,14 +131,14 @@ def test_held_out_pairs_are_scored_on_fixed_draws(run_ranks, family, world_size)
     """Seven pairs on 2 and 4 ranks against one pair after the other."""
 
     def body(rank, ranks):
-        args, margins = args_of(micro_batch_size=3, seed=3), []
+        args, margins = args_of(mc_num=4, micro_batch_size=3, seed=3), []
         pairs = [*PAIRS, *((prompt, rejected, chosen) for prompt, chosen, rejected in PAIRS[1:])]
         model, reference = tiny_model(family), tiny_model(family, 1)
         drawn = vrpo.held_out_draws(pairs, args, model, reference, CPU)
         got = vrpo.held_out_metrics(model, *drawn, "held", args)
         for number, pair in enumerate(pairs):
             batch = vrpo.make_batch([pair], number, args, model, -1, CPU)
-            masks = vrpo.sample_masks(batch, replace(args, mc_num=4), "held")
+            masks = vrpo.sample_masks(batch, args, "held")
             values = [vrpo.elbo_values(m, batch, masks, args).mean(1) for m in (model, reference)]
             margins.append(-0.2 * (values[0] - values[1]).diff().item())
         assert min(margins) < 0 < max(margins)

@@ -1,0 +1,160 @@
+"""Run a table of commands on the GPUs of a machine, and write a row of each.
+
+    python bench/runs.py bench/gsm8k.toml --out runs/gsm8k --gpus 0 1 2 3
+
+Called again it goes on: what has its row in OUT/rows.jsonl is not run again, what was stopped is
+resumed, what failed is tried again. A line of the table is one command, or many:
+
+    method = ["d1", "bgpo"]
+    rate = [1e-6, 3e-6]
+
+    [runs]     # name = "number of GPUs, script, its flags but --out"
+    sft = "4 algos/sft.py --data rows.jsonl --max-steps 300"
+    "rates-{method}-{rate}" = "1 algos/{method}.py --model @sft --learning-rate {rate}"
+    "test-{method}-{rate}" = "1 evals/run.py --model @rates-{method}-{rate} --tasks gsm8k"
+
+@NAME is what that run leaves: its last weights, or whatever stands at its --out. It comes first,
+and is run again where that is gone. Directories that no other run waits for are deleted.
+Ctrl-C or SIGTERM, as of `timeout 20m`, ends all scripts once their step is done and saved.
+"""
+
+import json
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import tomllib
+from itertools import product
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import distributed.start  # noqa: F401
+
+# isort: split
+import pandas as pd
+
+from data.rows import read_lines
+from distributed.disk import hold, read_json
+from run.log import describe_git
+
+# metrics of a row, as they are logged
+CURVES = "eval/|test/|error/|mismatch/|reward/mean|completion/|tokens_per_forward|time/"
+# what a run says that is over, whatever its exit status, and one that was stopped
+OVER, STOPPED = "stopped: for [0-9]+ steps|the run is finished", "go on with --resume"
+
+
+def read_table(path):
+    """-> {name: command}"""
+    words, runs = tomllib.loads(path.read_text()), {}
+    for name, command in words.pop("runs").items():
+        varied = re.findall(r"{(\w+)}", name)
+        for values in product(*map(words.get, varied)):
+            chosen = words | dict(zip(varied, values, strict=True))
+            runs[name.format(**chosen)] = command.format(**chosen)
+    return runs
+
+
+def needs(command):
+    """-> names of the runs whose output it takes"""
+    return {*re.findall(r" @(\S+)", command)}
+
+
+def start(command, gpus, folder):
+    """-> the process of a command, which is resumed if it was begun; in a session of its own, so
+    that Ctrl-C does not reach it"""
+
+    def left_by(found):
+        source = folder.with_name(found[1])
+        return f" '{max(source.glob('*/checkpoints/step-*'), default=source)}'"
+
+    command = re.sub(r" @(\S+)", left_by, command) + f" --out '{folder}'"
+    # of a training run that was saved; of an evaluation
+    begun = [*folder.glob("*/resume/step-*/../../config.json"), *folder.glob("config.json")]
+    if begun:
+        command += f" --resume '{begun[0].resolve().parent}'"
+    else:
+        shutil.rmtree(folder, ignore_errors=True)
+    if len(gpus) > 1:
+        command = f"-m torch.distributed.run --standalone --nproc-per-node {len(gpus)} {command}"
+    print(f"GPU {','.join(gpus)}: {command}", flush=True)
+    # torchrun would kill its ranks after 30 s
+    env = f"TORCH_ELASTIC_SHUTDOWN_TIMEOUT=120 CUDA_VISIBLE_DEVICES={','.join(gpus)}"
+    env += " OMP_NUM_THREADS=${OMP_NUM_THREADS:-4}"
+    line = f"exec env {env} {sys.executable} {command} > '{folder}.log' 2>&1"
+    return subprocess.Popen(line, shell=True, start_new_session=True)
+
+
+def is_over(process, log):
+    """Whether a command need not be started again; of others the end of the log is shown"""
+    text = Path(log).read_text()
+    over = re.search(OVER, text) or not (process.returncode or STOPPED in text)
+    if not over:
+        print(f"not finished: {log}:", *re.findall(r".*\w.*", text)[-2:], flush=True)
+    return over
+
+
+def row_of(folder):
+    """-> what is kept of a run that is over"""
+    row = {"commit": describe_git(), "scores": [*map(read_json, folder.rglob("result.json"))]}
+    for path in folder.glob("*/metrics.csv"):
+        table = pd.read_csv(path, index_col="step")
+        row["config"] = read_json(path.with_name("config.json"))
+        row["seconds"] = table["time/step"].sum()
+        row["curves"] = table.filter(regex=CURVES).to_csv(float_format="%.4g")
+    return row
+
+
+def main(table: Path, /, out: Path, gpus: list[str]):
+    """Run a table of commands: see the head of bench/runs.py.
+
+    Args:
+        table: .toml
+        out: rows.jsonl, NAME.log of each run, and its directory until it is deleted
+        gpus: 0 0 1 1: two runs share a GPU; where there is none, four are at work together
+    """
+    runs, busy = read_table(table), {}
+    out.mkdir(parents=True, exist_ok=True)
+    hold(out)
+    done = [row["run"] for _, row in read_lines(out / "rows.jsonl")]
+    due = [name for name in runs if runs[name] not in done]
+    for name in due:  # grows
+        due += [one for one in needs(runs[name]) - {*due} if not (out / one).exists()]
+    waiting = [*due]
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        while True:
+            for name in [*waiting]:
+                n, command = runs[name].split(maxsplit=1)
+                if int(n) <= len(gpus) and not needs(command) & {*due}:
+                    waiting.remove(name)
+                    mine = [gpus.pop(0) for _ in range(int(n))]
+                    busy[start(command, mine, out / name)] = name, mine
+            if not busy:
+                break
+            time.sleep(1)
+            for process in [one for one in busy if one.poll() is not None]:
+                name, mine = busy.pop(process)
+                gpus += mine
+                if is_over(process, f"{out / name}.log"):
+                    row = {"name": name, "run": runs[name]} | row_of(out / name)
+                    with open(out / "rows.jsonl", "a") as file:
+                        print(json.dumps(row), file=file)
+                    due.remove(name)
+                    for one in runs.keys() - {*due} - needs(" ".join(map(runs.get, due))):
+                        shutil.rmtree(out / one, ignore_errors=True)
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # `timeout` sends two
+        for process in busy:
+            process.terminate()  # scripts finish their step and save
+        for process in busy:
+            process.wait()
+    if due:
+        raise SystemExit(f"not done: {', '.join(due)}")
+
+
+if __name__ == "__main__":
+    import tyro
+
+    tyro.cli(main)
