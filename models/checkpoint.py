@@ -3,7 +3,7 @@
 import json
 import re
 import shutil
-from collections import defaultdict, deque
+from collections import defaultdict
 
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
@@ -199,11 +199,12 @@ def write_files(folder, config, tensors, shapes, end_ids, pad_id, tokenizer):
         files[file][name] = tensor.contiguous().cpu().clone()
         if len(files[file]) == len(plan.filename_to_tensors[file]):
             save_file(files.pop(file), folder / file, {"format": "pt"})
+    generation = {"eos_token_id": end_ids, "pad_token_id": pad_id}
+    contents = {"config": config, "generation_config": generation}
     if plan.is_sharded:
         index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2), "utf-8")
-    generation = {"eos_token_id": end_ids, "pad_token_id": pad_id}
-    for name, content in ("config", config), ("generation_config", generation):
+        contents["model.safetensors.index"] = index
+    for name, content in contents.items():
         (folder / f"{name}.json").write_text(json.dumps(content, indent=2) + "\n", "utf-8")
     if tokenizer:
         tokenizer.save_pretrained(folder)
@@ -232,4 +233,5 @@ def save_model(model, directory, tokenizer):
                     shutil.copy(path, folder)
                 write_files(folder, config, tensors, tensor_shapes(model), *ends, tokenizer)
         finally:
-            deque(tensors, maxlen=0)  # all ranks gather all of them, also if rank 0 fails
+            for _ in tensors:  # all ranks gather all of them, also if rank 0 fails
+                pass

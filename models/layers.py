@@ -1,5 +1,7 @@
 """Layers that several families use: RMSNorm, rotary embedding, attention, gated MLP."""
 
+from contextlib import contextmanager
+
 import torch
 import torch._functorch.config
 import torch.nn.functional as F
@@ -134,12 +136,26 @@ def set_speed(model, attention, activation_checkpointing, compiled):
     torch._functorch.config.activation_memory_budget = memory_budget(model)
     # Sums over the copies of a token (`Copies`) become element-wise code. As reductions over 8
     # numbers they took more than five times as long as reading their bytes does.
-    from torch._inductor import config  # not at the top: takes a second
+    from torch._inductor import async_compile, config  # not at the top: takes a second
 
     config.unroll_reductions_threshold = 16
+    # Processes that compile kernels side by side; until they run, for seconds, torch compiles one
+    # after the other. By default they start with the first graph.
+    async_compile.maybe_warm_pool()
     # All numbers and lengths of rows share a graph; a single row, passes without gradient or
     # adapters need their own. By default the first call's sizes would get graphs of their own.
     torch.compiler.config.dynamic_sources = INPUTS
     torch._dynamo.config.recompile_limit = 32
     for layer in model.layers:
         layer.compile()
+
+
+@contextmanager
+def uncompiled(model):
+    """Blocks as they are written, for a few forwards that no graph is worth."""
+    compiled = {layer: layer._compiled_call_impl for layer in model.layers}
+    for layer in compiled:
+        layer._compiled_call_impl = None
+    yield
+    for layer, call in compiled.items():
+        layer._compiled_call_impl = call

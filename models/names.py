@@ -119,10 +119,9 @@ def special_tokens(directory):
     """{token: id} of the added tokens in the tokenizer files, without loading the tokenizer"""
     tokens = json_if_there(directory / "tokenizer.json").get("added_tokens", [])
     config = json_if_there(directory / "tokenizer_config.json")
+    decoder = config.get("added_tokens_decoder", {}).items()
     named = {token["content"]: token["id"] for token in tokens}
-    for number, token in config.get("added_tokens_decoder", {}).items():
-        named[token["content"]] = int(number)
-    return named
+    return named | {token["content"]: int(number) for number, token in decoder}
 
 
 def mask_token_id(directory):

@@ -14,6 +14,8 @@ from distributed.disk import progress, read_json
 from models.config import ARCHITECTURES, architecture, stored_dtype
 from models.experts import expert_parts
 
+PIECE = 1 << 25  # bytes of a file that are in pinned memory together
+
 
 def build_model(config, dtype=torch.float32):
     """config: content of config.json -> the model on the meta device, without weights
@@ -59,7 +61,7 @@ def frozen_dtype(device):
 
 def materialize(model, device):
     """A model from the meta device to real, uninitialised tensors; to_empty unties a tied head."""
-    model = model.to_empty(device=device)
+    model.to_empty(device=device)
     if model.config.tie_word_embeddings:
         model.lm_head.weight = model.model.embed_tokens.weight
     return model
@@ -97,18 +99,13 @@ def tensor_shapes(model):
     }
 
 
-def is_sharded(value):
-    """Whether it is a DTensor, whose class takes half a second to import."""
-    return hasattr(value, "full_tensor")
-
-
 def local_rows(value):
     """A tensor or DTensor -> this rank's part of it and the rows that it is.
 
     FSDP2 shards dimension 0 as torch.chunk does, over the last dimension of the mesh: the ranks of
     a node.
     """
-    if not is_sharded(value):
+    if not hasattr(value, "full_tensor"):  # the class DTensor takes half a second to import
         return value, range(len(value))
     size = math.ceil(len(value) / value.device_mesh.size(-1))
     first = min(value.device_mesh.get_local_rank(-1) * size, len(value))
@@ -117,7 +114,7 @@ def local_rows(value):
 
 def full_tensor(value):
     """The whole of a tensor or DTensor; collective."""
-    return (value.full_tensor() if is_sharded(value) else value).detach()
+    return (value.full_tensor() if hasattr(value, "full_tensor") else value).detach()
 
 
 def json_if_there(path):
@@ -133,19 +130,16 @@ def open_tensors(path):
         raise SystemExit(f"{path} cannot be read ({error}): {problem}") from error
 
 
-def open_weights(directory):
-    """{tensor name: the open file that holds it}, of model.safetensors or all its parts"""
-    files = map(open_tensors, directory.glob("model*.safetensors"))
-    return {name: file for file in files for name in file.keys()}
-
-
 def fitting_weights(model, directory):
-    """`open_weights` of a directory that fits the model, which may be on the meta device.
+    """-> {tensor name: the open file that holds it} of a directory that fits the model, which may
+    be on the meta device
 
     SystemExit lists missing, extra and misshapen tensors. Some files also hold copies: of a tied
     head, of rotary frequencies.
     """
-    files, found, needed = open_weights(directory), {}, tensor_shapes(model)
+    opened = map(open_tensors, directory.glob("model*.safetensors"))
+    files = {name: file for file in opened for name in file.keys()}
+    found, needed = {}, tensor_shapes(model)
     copies = ["inv_freq"] + ["lm_head.weight"] * model.config.tie_word_embeddings
     for name, file in files.items():
         if name.endswith((*copies,)):
@@ -170,6 +164,17 @@ def read_weights(model, files):
     for name, (value, index) in progress(tensor_parts(model).items(), "weights"):
         view, (local, rows) = files[name].get_slice(name), local_rows(value)
         if index and index[0] in rows:
-            local[index[0] - rows.start, index[1]].copy_(view[:])
+            read_into(local[index[0] - rows.start, index[1]], view[:])
         elif not index and rows:
-            local.copy_(view[rows.start : rows.stop])
+            read_into(local, view[rows.start : rows.stop])
+
+
+def read_into(target, mapped):
+    """Copy part of a mapped file. A GPU gets it through pinned memory: while one piece travels, all
+    cores read the next one. In pageable memory both would wait for each other.
+    """
+    pieces = mapped.nbytes // PIECE + 1
+    for part, piece in zip(target.chunk(pieces), mapped.chunk(pieces), strict=True):
+        if part.is_cuda:
+            piece = piece.pin_memory().to(part.device, non_blocking=True)
+        part.copy_(piece)

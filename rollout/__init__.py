@@ -3,8 +3,8 @@
 
 from pathlib import Path
 
-from models import export_adapter, export_weights, has_lora, load_weights, meta_model
-from models.tensors import frozen_dtype
+from models import add_lora, export_adapter, export_weights, has_lora, load_weights, meta_model
+from models.tensors import frozen_dtype, full_tensor, materialize
 from rollout.autoregressive import autoregressive_engine
 from rollout.block import BlockEngine
 from rollout.masked import MaskedEngine
@@ -14,8 +14,9 @@ from rollout.traces import Trace, gathered, rollout_metrics
 
 
 def make_engine(
-    model_or_dir, backend="auto", device="cpu", dtype=None, max_batch_size=256, request=None
-):
+    model_or_dir, backend="auto", device="cpu", dtype=None, max_batch_size=256, request=None,
+    lora=(),
+):  # fmt: skip
     """The sampler of a model; on CUDA the fast one of kernels/.
 
     model_or_dir: a key of models.MODELS or a directory, loaded in `dtype` (default bf16 on GPU,
@@ -24,8 +25,9 @@ def make_engine(
     block-causal decoding, "masked" decodes bidirectional models. "lmdeploy" is that package's
     engine for SDAR on CUDA, which reads the directory itself, in bf16. Autoregressive models, which
     only evaluations run, have it and "transformers". max_batch_size: rows decoded together; the
-    others wait, with the same tokens. request: (records, settings) for the engine's `validate`,
-    which refuses what it cannot do before weights are read.
+    others wait, with the same tokens. request: (records, settings) of a run, whose model hands its
+    weights over with `sync_engine`: before that the engine has none. lmdeploy, which reads weights
+    all the same, refuses first what it cannot do. lora: arguments of add_lora, for adapters.
     """
     is_named = isinstance(model_or_dir, (str, Path))
     if engine := is_named and autoregressive_engine(model_or_dir, backend, device, max_batch_size):
@@ -34,9 +36,8 @@ def make_engine(
         from rollout.lmdeploy import LmdeployEngine
 
         return LmdeployEngine(model_or_dir, device, max_batch_size, request)
-    model = model_or_dir
-    if is_named:
-        model = meta_model(model_or_dir, dtype or frozen_dtype(device))
+    dtype = dtype or frozen_dtype(device)
+    model = meta_model(model_or_dir, dtype) if is_named else model_or_dir
     is_block = model.attention == "block-causal"
     name, engine = ("block", BlockEngine) if is_block else ("masked", MaskedEngine)
     if backend not in ("auto", name):
@@ -45,8 +46,9 @@ def make_engine(
             "auto"
         )
     if request:
-        engine(model, max_batch_size).validate(request[0], **request[1])
-    model = load_weights(model, device) if is_named else model
+        materialize(add_lora(model, *lora, dtype) if lora else model, device)
+    elif is_named:
+        load_weights(model, device)
     if model.lm_head.weight.is_cuda:
         from kernels import speed_up_engine
         from kernels.block import FastBlockEngine
@@ -57,9 +59,14 @@ def make_engine(
     return engine(model, max_batch_size)
 
 
-def sync_engine(engine, model):
-    """Hand the weights of a model that learns to the engine; only the adapters if the engine has
-    adapters of its own. Collective.
+def sync_engine(engine, model, whole=False):
+    """Hand the weights of a model that learns to the engine; if the engine has adapters of its own
+    these alone, but with `whole` the frozen weights too. Collective.
     """
-    exported = export_adapter(model) if has_lora(engine.model) else export_weights(model)
-    engine.load_weights(exported)
+    if whole and has_lora(engine.model):
+        own = engine.model.state_dict()
+        for name, value in model.state_dict().items():
+            own[name].copy_(full_tensor(value))
+    else:
+        exported = export_adapter(model) if has_lora(engine.model) else export_weights(model)
+        engine.load_weights(exported)

@@ -77,8 +77,9 @@ def probe(engine, model, prompt_ids, *, temperature=1.0, **settings):
     those samples, in nats. An engine that reports no log-probabilities is compared by its greedy
     tokens instead: probe/greedy_agreement, in bf16 below 1 where two tokens are about as likely.
     """
-    draw = lambda **how: engine.generate([prompt_ids], num_samples=SAMPLES, **settings, **how)
-    hot = draw(temperature=100.0, stop_at_eos=False)
+    draw = lambda **how: engine.generate([prompt_ids], num_samples=SAMPLES, **settings | how)
+    n = min(engine.block_length(settings.get("block_length")), settings["gen_length"])
+    hot = draw(temperature=100.0, stop_at_eos=False, gen_length=n)  # a block tells enough
     distinct = len(hot.completion_ids.unique(dim=0))
     if distinct < SAMPLES:
         raise SystemExit(

@@ -38,7 +38,7 @@ class Run:
     def begin(self, engine, model):
         """Hand the weights to the sampler; a new run has its first scores."""
         self.say(self.problems.facts)
-        sync_engine(engine, model)
+        sync_engine(engine, model, whole=True)
         if not self.start:
             self.write(0, self.problems.check(engine, model))
             self.write(0, self.problems.score(engine, "test", "test"))

@@ -43,25 +43,26 @@ from evals.report import PANELS, is_score, read_rows, write_report
 from run.flags import flags_of
 
 # What the line of a step shows of a row, behind its scores (docs/metrics.md).
-SHOWN = {
-    "reward/mean": "reward {:6.3f}",
-    "loss/total": "loss {:8.4f}",
-    "policy/elbo": "elbo {:8.3f}",
-    "reward/accuracy": "accuracy {:4.0%}",
-    "reward/eval_accuracy": "held out {:4.0%}",
-    "reward/test_accuracy": "held out {:4.0%}",
-    "optim/grad_norm": "grad {:6.2f}",
-    "completion/length": "len {:6.1f}",
-    "speed/tokens_per_s": "{:6.0f} tok/s",
-    "time/step": "{:6.2f} s",
-}
+SHOWN = """
+    reward/mean           reward {:6.3f}
+    loss/total            loss {:8.4f}
+    policy/elbo           elbo {:8.3f}
+    reward/accuracy       accuracy {:4.0%}
+    reward/eval_accuracy  held out {:4.0%}
+    reward/test_accuracy  held out {:4.0%}
+    optim/grad_norm       grad {:6.2f}
+    completion/length     len {:6.1f}
+    speed/tokens_per_s    {:6.0f} tok/s
+    time/step             {:6.2f} s
+"""
+SHOWN = dict(line.split(maxsplit=1) for line in SHOWN.strip().splitlines())
 NO_LOSS = 1e-6  # rounding: with one update per rollout the advantages cancel
 SAME_SIGNAL = 2  # seconds: torchrun passes on what the terminal has sent already
 DEAD_STATUS = 3  # exit status of a run that ends because it is dead
 DEAD_STEPS = 5  # steps in a row without an advantage that a line warns of
 # metrics that tell the reasons apart
-WHY_DEAD = ("reward/mean", "reward/std", "completion/truncated_frac", "completion/empty_frac")
-WHY_DEAD += ("completion/distinct_frac",)
+WHY_DEAD = """reward/mean reward/std completion/truncated_frac completion/empty_frac
+completion/distinct_frac""".split()
 
 
 class RunLog:
@@ -105,8 +106,8 @@ class RunLog:
         """One row, if there are metrics: numbers, 0-d tensors. step: training steps finished, 0
         before training.
 
-        JSON has no NaN: non-finite values become null. A row with a score also redraws curves.png
-        and report.html, unless that has just been done.
+        JSON has no NaN: non-finite values become null. A row of a step with a score also redraws
+        curves.png and report.html, unless that has just been done.
         """
         if not (self.is_writer and metrics):
             return
@@ -118,8 +119,8 @@ class RunLog:
             self.say("  ".join([place, *shown]))
         if self.wandb_run:
             self.wandb_run.log(row | {"step": step})
-        # It takes seconds, more in a long run: not after every score.
-        if any(map(is_score, row)) and time.perf_counter() >= self.next_plot:
+        # It takes seconds, more in a long run: not before the first step, nor after every score.
+        if step and any(map(is_score, row)) and time.perf_counter() >= self.next_plot:
             self.plot()
             self.next_plot = time.perf_counter() + 60
 

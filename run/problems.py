@@ -1,7 +1,5 @@
 """The problems of a run: prompts and rewards of its rollouts, and scores on those held out."""
 
-from dataclasses import fields
-
 import torch
 
 from data.preferences import held_out_pairs, pairs_of
@@ -11,7 +9,8 @@ from distributed.groups import all_reduce, gather, over_ranks, rank_share
 from evals import TRIAL, load_splits, load_task, mean_score, score_all
 from evals.own import FAILED
 from evals.rewards import load_reward, reward_names, sum_of_parts
-from models import add_lora, load_tokenizer
+from models import load_tokenizer
+from models.layers import uncompiled
 from rollout import gathered, make_engine, probe, rollout_metrics, sync_engine
 from rollout.engine import ADAPTIVE, SamplingSettings
 from rollout.rows import Batch
@@ -77,8 +76,7 @@ class HeldOut:
         self.train, self.stream, engine = rows, ShuffledStream(rows, args.seed), None
         self.facts = f"{rows.report('rows to train on')}\n{self.facts}"
         if args.eval_limit:
-            request = None, self.sampling  # refused here if the sampler cannot serve them
-            engine = make_engine(args.model, "auto", device, None, at_once, request)
+            engine = make_engine(args.model, "auto", device, None, at_once, (None, self.sampling))
             how = engine.validate(**self.sampling)
             self.facts += f"\nscored on {self.task.NAME} (--task), not with --eval-limit 0: {how}"
         return engine
@@ -128,9 +126,9 @@ class Problems(HeldOut):
     def make_engine(self, device):
         """-> the sampler; with LoRA it gets adapters of its own, unless they are merged"""
         args, request = self.args, (self.records, self.rollout)
-        engine = make_engine(args.model, args.rollout_backend, device, None, self.at_once, request)
-        if args.lora_rank and not args.lora_merged_rollout:
-            add_lora(engine.model, *args.lora, engine.dtype)
+        lora = args.lora if args.lora_rank and not args.lora_merged_rollout else ()
+        how = args.rollout_backend, device, None, self.at_once, request, lora
+        engine = make_engine(args.model, *how)
         self.facts += f"; rollouts: {engine.validate(self.records, **self.rollout)}"
         self.engine = engine
         return engine
@@ -206,7 +204,8 @@ class Problems(HeldOut):
 
     def check(self, engine, model):
         """-> metrics of `probe`: do sampler and learner agree? Collective."""
-        return probe(engine, model, self.train[0][1], **self.rollout | {"seed": self.args.seed})
+        with uncompiled(model):
+            return probe(engine, model, self.train[0][1], **self.rollout | {"seed": self.args.seed})
 
     def validate(self, engine, model):
         """-> the score on the validation split, and `check`. Collective."""
@@ -215,5 +214,5 @@ class Problems(HeldOut):
 
 def sampling_of(args):
     """-> the fields of a script's args that the sampler knows"""
-    names = [field.name for field in fields(SamplingSettings)]
+    names = vars(SamplingSettings())
     return {name: getattr(args, name) for name in names if hasattr(args, name)}
