@@ -267,9 +267,9 @@ def extract(completion, example):
 
 
 def score(completion, example):
-    """1.0 if the number of the completion is the gold one, else 0.0. Never raises."""
+    """Whether the number of the completion is the gold one. Never raises."""
     found = normalised(extract(completion, example) or "")
-    return float(found is not None and Fraction(found) == Fraction(example["gold"]))
+    return found is not None and Fraction(found) == Fraction(example["gold"])
 
 
 def answer(example, draw=0):

@@ -110,9 +110,9 @@ def extract(completion, example):
 
 
 def score(completion, example):
-    """1.0 if Math-Verify finds the final answer equal to the gold one, else 0.0. Never raises."""
+    """Whether Math-Verify finds the final answer equal to the gold one. Never raises."""
     answer = extract(completion, example)
-    return float(answer is not None and math_verify(answer, example["gold"]))
+    return answer is not None and math_verify(answer, example["gold"])
 
 
 def is_copy(completion, example):

@@ -144,7 +144,7 @@ def job(completion, example):
 
 
 def score(completion, example):
-    """1.0 if the program passes its tests, else 0.0."""
+    """Whether the program passes its tests."""
     return passed(job(completion, example))
 
 
