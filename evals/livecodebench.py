@@ -228,8 +228,7 @@ def files_of(path, split):
     """The files of a release, or the one at `path`."""
     if path not in RELEASES:
         if not Path(path).is_file():
-            known = ", ".join(PRESETS)
-            raise SystemExit(f"{path}: no such preset or file; presets: {known}")
+            raise SystemExit(f"{path}: no such preset or file; presets: {', '.join(PRESETS)}")
         return [path]
     import huggingface_hub  # here, because scoring a file does not need it
 
