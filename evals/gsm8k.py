@@ -285,8 +285,7 @@ def score(completion, example):
 def answer(example, draw=0):
     """The worked solution as the prompt asks for it, without the calculator's <<48/2=24>>.
     SystemExit if unknown."""
-    solution = worked("gsm8k", example, f"train on {HUB} or on a file with question and answer")
-    steps = re.sub(r"<<[^<>\n]*>>", "", solution)
+    steps = re.sub(r"<<[^<>\n]*>>", "", worked(example))
     gold = f"\\boxed{{{example['gold']}}}" if "boxed" in example["style"] else example["gold"]
     if "tags" in example["style"]:
         return f"<reasoning>\n{steps}\n</reasoning>\n<answer>\n{gold}\n</answer>"

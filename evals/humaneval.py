@@ -91,8 +91,7 @@ def score(completion, example):
 
 def answer(example, draw=0):
     """The reference solution as a completion. SystemExit if unknown."""
-    solution = worked("humaneval", example, "take those of the hub, or HumanEval.jsonl.gz")
-    return f"```python\n{example['prompt']}{solution}```"
+    return f"```python\n{example['prompt']}{worked(example)}```"
 
 
 def _problem(row):

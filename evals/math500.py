@@ -127,8 +127,7 @@ def is_copy(completion, example):
 
 def answer(example, draw=0):
     """The worked solution, ending in the box. SystemExit if unknown."""
-    where, gold = f"train on {FULL} or on a file with problem and solution", example["gold"]
-    solution = worked("math500", example, where)
+    solution, gold = worked(example), example["gold"]
     is_boxed = last_box(solution) == gold
     return solution if is_boxed else f"{solution}\nThe answer is $\\boxed{{{gold}}}$."
 

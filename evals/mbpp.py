@@ -150,8 +150,7 @@ def score(completion, example):
 
 def answer(example, draw=0):
     """The reference solution in the form of the solved tasks. SystemExit if unknown."""
-    solution = worked("mbpp", example, f"take those of {HUB}, or mbpp.jsonl")
-    return f"[BEGIN]\n '{solution}' \n[DONE]"
+    return f"[BEGIN]\n '{worked(example)}' \n[DONE]"
 
 
 def _tests(example):
