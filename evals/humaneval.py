@@ -70,8 +70,9 @@ def program(completion, example):
     indent = lambda text: textwrap.indent(textwrap.dedent(text), "    ")
     indent_first = lambda text: re.sub(r"\A[^\S\n]*", "    ", text)
     cut = re.split(r"\n(?=\S)", code, maxsplit=1)[0]
-    forms = indent, str, indent_first
-    programs = [f"{stub}{form(text)}\n" for text in (code, cut) for form in forms]
+    programs = [
+        f"{stub}{form(text)}\n" for text in (code, cut) for form in (indent, str, indent_first)
+    ]
     return first_program(programs) or programs[0]
 
 
@@ -84,14 +85,13 @@ def job(completion, example):
 
 
 def score(completion, example):
-    """1.0 if the program passes its tests, else 0.0."""
+    """Whether the program passes its tests."""
     return passed(job(completion, example))
 
 
 def answer(example, draw=0):
     """The reference solution as a completion. SystemExit if unknown."""
-    solution = worked("humaneval", example, "take those of the hub, or HumanEval.jsonl.gz")
-    return f"```python\n{example['prompt']}{solution}```"
+    return f"```python\n{example['prompt']}{worked(example)}```"
 
 
 def _problem(row):

@@ -60,12 +60,29 @@ WITHOUT_STARTER = (
 
 # the runner's imports in front of every program: starter code uses names such as List without
 # importing them
-STARS = (
-    "string re datetime collections heapq bisect copy math random statistics itertools functools "
-    "operator io sys json"
-)
-IMPORTS = "".join(f"from {name} import *\n" for name in [*STARS.split(), "builtins", "typing"])
-IMPORTS += f"import {', '.join(STARS.split())}\nsys.setrecursionlimit(50000)\n"
+IMPORTS = """\
+from string import *
+from re import *
+from datetime import *
+from collections import *
+from heapq import *
+from bisect import *
+from copy import *
+from math import *
+from random import *
+from statistics import *
+from itertools import *
+from functools import *
+from operator import *
+from io import *
+from sys import *
+from json import *
+from builtins import *
+from typing import *
+import string, re, datetime, collections, heapq, bisect, copy, math, random, statistics, \
+itertools, functools, operator, io, sys, json
+sys.setrecursionlimit(50000)
+"""
 
 # runs in the program's process; its names are unlikely in a program
 FUNCTION = """
@@ -211,8 +228,7 @@ def files_of(path, split):
     """The files of a release, or the one at `path`."""
     if path not in RELEASES:
         if not Path(path).is_file():
-            known = ", ".join(PRESETS)
-            raise SystemExit(f"{path}: no such preset or file; presets: {known}")
+            raise SystemExit(f"{path}: no such preset or file; presets: {', '.join(PRESETS)}")
         return [path]
     import huggingface_hub  # here, because scoring a file does not need it
 
@@ -258,7 +274,7 @@ def job(completion, example):
 
 
 def score(completion, example):
-    """1.0 if the program passes its tests, else 0.0."""
+    """Whether the program passes its tests."""
     return passed(job(completion, example))
 
 
@@ -281,7 +297,7 @@ def tests_of(example):
         with open(text[0], "rb") as file:
             file.seek(text[1])
             text = json.loads(file.readline())["private_test_cases"]
-    return example["public"] + _tests(text if text.lstrip()[:1] == "[" else unpacked(text))
+    return example["public"] + _tests(text if text.startswith("[") else unpacked(text))
 
 
 def _tests(text):

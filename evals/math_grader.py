@@ -58,8 +58,7 @@ FRACTION = r"""
 
 def rules(table):
     """Lines "pattern => replacement" -> [(pattern, replacement)]"""
-    lines = (line.partition(" =>") for line in table.strip().splitlines())
-    return [(pattern, replacement[1:]) for pattern, _, replacement in lines]
+    return re.findall("(.*?) => ?(.*)", table)
 
 
 def rewritten(text, rules):
@@ -132,8 +131,7 @@ def boxes(text, unclosed=False):
 def last_box(text):
     """Stripped content of the last complete box that is not empty, in the last MAX_TEXT characters;
     None if there is none. Unclosed boxes do not count."""
-    found = filter(None, map(str.strip, boxes(text[-MAX_TEXT:])))
-    return [None, *found][-1]
+    return [None, *filter(None, map(str.strip, boxes(text[-MAX_TEXT:])))][-1]
 
 
 def math_verify(answer, gold, tolerance=0.0):

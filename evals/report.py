@@ -11,6 +11,7 @@ them, never HTML.
 
 import json
 import math
+import re
 import sys
 from pathlib import Path
 
@@ -24,25 +25,26 @@ from distributed.disk import read_json, writing
 TEMPLATE = Path(__file__).with_suffix(".html")
 MAX_ROWS, MAX_SAMPLES = 300, 100  # of metrics.jsonl and samples.jsonl, evenly spaced
 
-# title: keys that match. The page opens the first six of PANELS that are there and not flat.
-PANELS = {
-    "Score on held-out problems": "(eval|test)/.*",
-    "Mean reward in training": "reward/mean",
-    "Chosen answers preferred": "reward/accuracy",
-    "Different completions of a prompt": "completion/distinct_frac",
-    "Mismatch of the scored tokens": "mismatch/(surprisal|entropy)",
-    "Tokens of a completion": "completion/length",
-    "Gradient norm": "optim/grad_norm",
-    "Loss": "loss/total",
-    "Groups with equal rewards": "reward/zero_std_frac",
-    "Completions cut off": "completion/truncated_frac",
-    "Likelihood of the completions": "policy/elbo",
-    "Change of the policy": "policy/(ratio|clip_frac)",
-    "Margin of chosen answers": "reward/margin",
-    "Tokens per second": "speed/tokens_per_s",
-    "Seconds of a step": "time/.*",
-    "Learning rate": "optim/lr",
-}
+# title: pattern of keys. The page opens the first six of PANELS that are there and not flat.
+PANELS = """
+Score on held-out problems: (eval|test)/.*
+Mean reward in training: reward/mean
+Chosen answers preferred: reward/accuracy
+Different completions of a prompt: completion/distinct_frac
+Mismatch of the scored tokens: mismatch/(surprisal|entropy)
+Tokens of a completion: completion/length
+Gradient norm: optim/grad_norm
+Loss: loss/total
+Groups with equal rewards: reward/zero_std_frac
+Completions cut off: completion/truncated_frac
+Likelihood of the completions: policy/elbo
+Change of the policy: policy/(ratio|clip_frac)
+Margin of chosen answers: reward/margin
+Tokens per second: speed/tokens_per_s
+Seconds of a step: time/.*
+Learning rate: optim/lr
+"""
+PANELS = dict(re.findall("(.*): (.*)", PANELS))
 
 
 def is_score(key):
@@ -78,9 +80,8 @@ def write_report(folder):
     told = [b'"step_map": ' in line for line in complete_lines(path)]
     problems = page.get("result", {}).get("n") or len(told)
     usable = [i for i, tells in enumerate(told[:problems]) if tells] or range(problems)
-    first = usable[:: math.ceil(len(usable) / MAX_SAMPLES) or 1]
-    chosen = {row for i in first for row in range(i, len(told), problems)}
-    samples = [shown(line) for i, line in enumerate(complete_lines(path)) if i in chosen]
+    first, lines = usable[:: math.ceil(len(usable) / MAX_SAMPLES) or 1], complete_lines(path)
+    samples = [shown(line) for i, line in enumerate(lines) if i % problems in first]
     samples.sort(key=lambda row: row.get("index", 0))
     # browsers read no NaN and Infinity; no text may end the <script> element
     page = json.loads(

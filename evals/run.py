@@ -134,7 +134,7 @@ def evaluate(args):
     if bool(tasks) == bool(args.text) or bool(args.model) == bool(args.completions):
         what = "either --model (generate and score) or --completions (only score)"
         raise SystemExit(f"give --tasks, such as --tasks gsm8k,math500, or --text, and {what}")
-    for name in "batch_size", "limit", "samples", "length", "mc_num":
+    for name in "batch_size limit samples length mc_num".split():
         if (value := getattr(args, name)) is not None and value < 1:
             raise SystemExit(f"--{name.replace('_', '-')} must be at least 1")
     data, files = by_task("data", args.data, tasks), by_task("completions", args.completions, tasks)
@@ -221,8 +221,7 @@ def perplexity(args, load):
     model, nats = readable(load()), torch.zeros(len(chunks)).double()
     first, draws = encode(model, tokenizer, ""), (args.mc_num, args.batch_size, args.seed)
     for i in progress(range(dist.get_rank(), len(chunks), dist.get_world_size()), "chunks"):
-        bound = elbo(model, len(first), first + chunks[i], *draws, "text", i)
-        nats[i] = -bound / args.length
+        nats[i] = -elbo(model, len(first), first + chunks[i], *draws, "text", i) / args.length
     dist.all_reduce(nats)
     value, error = nats.mean().exp().item(), (nats.std(correction=0) / len(nats) ** 0.5).item()
     return {"text": args.text, "n": len(nats), "perplexity": value, "stderr": value * error}
@@ -238,9 +237,8 @@ class Evaluation:
 
     def __init__(self, args, task, data, file, engine):
         """engine: function -> the engine that all tasks share"""
-        load = partial(load_examples, task, args.split, data, args.limit)
-        self.task, self.examples = task, from_first_rank(load)
-        self.reward, self.size, self.counts = None, 256, {}
+        self.task, self.reward, self.size, self.counts = task, None, 256, {}
+        self.examples = from_first_rank(partial(load_examples, task, args.split, data, args.limit))
         if args.reward:
             self.reward = load_reward(args.reward, task)
             self.reward([TRIAL], self.examples[:1])  # SystemExit if the examples do not suit it

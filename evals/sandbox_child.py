@@ -441,8 +441,7 @@ def judge(job, verdict, own_root):
         os.dup2(nothing, fd)
     send(verdict, "namespaces" if own_root else "Landlock" if confined else "")
     limit(AS=TESTS_MEMORY)
-    given = receive(sys.stdin.buffer)
-    send(verdict, verdict_of(job, given))
+    send(verdict, verdict_of(job, receive(sys.stdin.buffer)))
     os._exit(0)
 
 

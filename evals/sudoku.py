@@ -72,8 +72,7 @@ def load(split, path=None, limit=None):
 def prompt(example):
     """Messages. "compact" is `sud:` and the 16 cells, 20 characters."""
     puzzle = example["puzzle"]
-    content = f"sud:{puzzle}" if example["style"] == "compact" else PROMPT.format(puzzle=puzzle)
-    return user(content)
+    return user(f"sud:{puzzle}" if example["style"] == "compact" else PROMPT.format(puzzle=puzzle))
 
 
 def extract(completion, example):
@@ -85,7 +84,7 @@ def extract(completion, example):
 
 
 def score(completion, example):
-    """1.0 for any legal grid that keeps the given cells, else 0.0. Never raises.
+    """Whether it is a legal grid that keeps the given cells. Never raises.
 
     "compact": nothing but white space may be between its cells; "tags": anything but digits.
     A grid may be repeated.
@@ -93,7 +92,7 @@ def score(completion, example):
     apart = r"\s" if example["style"] == "compact" else "[^0-9]"
     grid = re.sub(apart, "", extract(completion, example) or "")
     found = re.fullmatch(r"([1-4]{16})\1*", grid)
-    return float(bool(found) and found[1] in sudoku_solutions(example["puzzle"]))
+    return bool(found) and found[1] in sudoku_solutions(example["puzzle"])
 
 
 def answer(example, draw=0):
@@ -106,9 +105,8 @@ def answer(example, draw=0):
 
 def _problem(row):
     row = {str(name).lower(): value for name, value in row.items()}
-    board = planning_row(row, "puzzle", "solution")
     # text only: a file that was read as numbers has lost its leading zeros
-    puzzle, solution = ("".join(part.split()) for part in board)
+    puzzle, solution = ("".join(part.split()) for part in planning_row(row, "puzzle", "solution"))
     if not re.fullmatch("[0-4]{16}", puzzle) or solution not in sudoku_solutions(puzzle):
         raise ValueError("not a board and its solution")
     return {"puzzle": puzzle, "solution": solution, "style": "tags"}
