@@ -8,12 +8,8 @@ from data.tokens import Dropped, answers_of
 DRAWS = 4  # a problem with several right answers gives up to this many rows
 SPLITS = "train_sft", "train"  # the first that the data has; ultrachat_200k: train_sft
 # column of the answer: one that it needs
-LAYOUTS = {
-    "messages": "messages",
-    "conversations": "conversations",
-    "response": "prompt",
-    "output": "instruction",
-}
+LAYOUTS = {"messages": "messages", "conversations": "conversations"}
+LAYOUTS |= {"response": "prompt", "output": "instruction"}
 COLUMNS = "messages or conversations (ShareGPT) that end with an assistant turn, or as text prompt "
 COLUMNS += "and response, or instruction, input and output (Alpaca)"
 

@@ -23,12 +23,14 @@ from random import Random
 
 from evals.choices import LETTERS, Choices, Form
 
+COLUMNS = ["Question", "Correct Answer", "Incorrect Answer 1"]
+COLUMNS += ["Incorrect Answer 2", "Incorrect Answer 3"]
 ANSWER = "The correct answer is ({gold})"
 
 
 class Gpqa(Choices):
     HUB, parts, splits = "Idavidrein/gpqa", ("gpqa_diamond",), {"test": "train"}
-    needs = "Question, Correct Answer, Incorrect Answer 1, Incorrect Answer 2, Incorrect Answer 3"
+    needs = ", ".join(COLUMNS)
     forms = {
         "": Form(  # OpenCompass gpqa_gen_4baadb
             "What is the correct answer to this question: {question}\nChoices:\n{options}\n"
@@ -61,7 +63,7 @@ class Gpqa(Choices):
         return examples
 
     def read(self, row):
-        question, *options = map(row.get, self.needs.split(", "))
+        question, *options = map(row.get, COLUMNS)
         return {"question": question, "options": options, "gold": "A"}
 
 

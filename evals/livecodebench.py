@@ -297,7 +297,7 @@ def tests_of(example):
         with open(text[0], "rb") as file:
             file.seek(text[1])
             text = json.loads(file.readline())["private_test_cases"]
-    return example["public"] + _tests(text if text.startswith("[") else unpacked(text))
+    return example["public"] + _tests(text if text.lstrip()[:1] == "[" else unpacked(text))
 
 
 def _tests(text):

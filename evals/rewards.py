@@ -272,7 +272,7 @@ REWARDS = {
     )
 }
 
-METRICS = "mean std square zero_std_frac error_frac".split()  # reward/... of a rollout
+METRICS = "mean", "std", "square", "zero_std_frac", "error_frac"  # reward/... of a rollout
 MOST = 1e18  # of a reward: fp32 holds its square
 
 

@@ -134,7 +134,7 @@ def evaluate(args):
     if bool(tasks) == bool(args.text) or bool(args.model) == bool(args.completions):
         what = "either --model (generate and score) or --completions (only score)"
         raise SystemExit(f"give --tasks, such as --tasks gsm8k,math500, or --text, and {what}")
-    for name in "batch_size limit samples length mc_num".split():
+    for name in "batch_size", "limit", "samples", "length", "mc_num":
         if (value := getattr(args, name)) is not None and value < 1:
             raise SystemExit(f"--{name.replace('_', '-')} must be at least 1")
     data, files = by_task("data", args.data, tasks), by_task("completions", args.completions, tasks)
