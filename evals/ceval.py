@@ -13,11 +13,11 @@ because test has no labels.
 if __name__ == "__main__":
     import command  # noqa: F401
 
-import re
-
 from evals.choices import Choices, Form
 
-SUBJECTS = """
+SUBJECTS = dict(
+    line.split()
+    for line in """
 accountant 注册会计师
 advanced_mathematics 高等数学
 art_studies 艺术学
@@ -70,8 +70,8 @@ tax_accountant 税务师
 teacher_qualification 教师资格
 urban_and_rural_planner 注册城乡规划师
 veterinary_medicine 兽医学
-"""
-SUBJECTS = dict(re.findall(r"(\w+) (\w+)", SUBJECTS))
+""".strip().splitlines()
+)
 
 
 ASK = "以下是中国关于{topic}考试的单项选择题，请选出其中的正确答案。\n{question}\n{options}\n答案: "
