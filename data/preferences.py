@@ -52,7 +52,8 @@ def held_out_pairs(task, split, data, limit, score_all):
             split, first, step = "test", int(split == "test"), 2
         if split not in names:
             return []
-    return list(islice(pairs_of(task, data, split, score_all), first, first + step * limit, step))
+    pairs = pairs_of(task, data, split, score_all)
+    return list(islice(pairs, first, first + step * limit, step))
 
 
 def gold_pairs(task, split, preset, score_all):

@@ -148,8 +148,8 @@ def mean_score(engine, task, tokenizer, problems, name, **settings):
         kept = [trace.describe(i, tokenizer, found[i], examples[i]) for i in places]
     scores = sum(gather(found), [])
     error, distinct = standard_error(task, [one for one, _ in problems], scores)
-    mean = sum(scores) / len(scores)
-    return {f"{name}/{task.NAME}": mean, f"error/{name}": error, f"problems/{name}": distinct}, kept
+    mean = {f"{name}/{task.NAME}": sum(scores) / len(scores)}
+    return mean | {f"error/{name}": error, f"problems/{name}": distinct}, kept
 
 
 def standard_error(task, examples, scores):

@@ -231,7 +231,8 @@ class Choices:
 
 def labelled(options):
     """{letter: option}, without those of MMLU-Pro that are "N/A"."""
-    return {key: text for key, text in zip(LETTERS, options, strict=False) if text != "N/A"}
+    pairs = zip(LETTERS, options, strict=False)
+    return {letter: option for letter, option in pairs if option != "N/A"}
 
 
 def read_parts(path, split, parts, presets=()):

@@ -70,9 +70,8 @@ def program(completion, example):
     indent = lambda text: textwrap.indent(textwrap.dedent(text), "    ")
     indent_first = lambda text: re.sub(r"\A[^\S\n]*", "    ", text)
     cut = re.split(r"\n(?=\S)", code, maxsplit=1)[0]
-    programs = [
-        f"{stub}{form(text)}\n" for text in (code, cut) for form in (indent, str, indent_first)
-    ]
+    forms = indent, str, indent_first
+    programs = [f"{stub}{form(text)}\n" for text in (code, cut) for form in forms]
     return first_program(programs) or programs[0]
 
 

@@ -228,7 +228,8 @@ def files_of(path, split):
     """The files of a release, or the one at `path`."""
     if path not in RELEASES:
         if not Path(path).is_file():
-            raise SystemExit(f"{path}: no such preset or file; presets: {', '.join(PRESETS)}")
+            known = ", ".join(PRESETS)
+            raise SystemExit(f"{path}: no such preset or file; presets: {known}")
         return [path]
     import huggingface_hub  # here, because scoring a file does not need it
 

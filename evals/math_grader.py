@@ -131,7 +131,8 @@ def boxes(text, unclosed=False):
 def last_box(text):
     """Stripped content of the last complete box that is not empty, in the last MAX_TEXT characters;
     None if there is none. Unclosed boxes do not count."""
-    return [None, *filter(None, map(str.strip, boxes(text[-MAX_TEXT:])))][-1]
+    found = filter(None, map(str.strip, boxes(text[-MAX_TEXT:])))
+    return [None, *found][-1]
 
 
 def math_verify(answer, gold, tolerance=0.0):

@@ -248,7 +248,8 @@ def mbpp_diffucoder(completion, example):
     valid = bool(whole and code.strip() and first_program([code.strip()]))
     tests = example["tests"]
     alone = [mbpp.score(completion, example | {"tests": [test]}) for test in tests if valid]
-    return {"block": 0.25 * whole, "syntax": 0.25 * valid, "passed": 2.0 * sum(alone) / len(tests)}
+    passed = 2.0 * sum(alone) / len(tests)
+    return {"block": 0.25 * whole, "syntax": 0.25 * valid, "passed": passed}
 
 
 def tokens_per_forward(completion, example):

@@ -221,7 +221,8 @@ def perplexity(args, load):
     model, nats = readable(load()), torch.zeros(len(chunks)).double()
     first, draws = encode(model, tokenizer, ""), (args.mc_num, args.batch_size, args.seed)
     for i in progress(range(dist.get_rank(), len(chunks), dist.get_world_size()), "chunks"):
-        nats[i] = -elbo(model, len(first), first + chunks[i], *draws, "text", i) / args.length
+        bound = elbo(model, len(first), first + chunks[i], *draws, "text", i)
+        nats[i] = -bound / args.length
     dist.all_reduce(nats)
     value, error = nats.mean().exp().item(), (nats.std(correction=0) / len(nats) ** 0.5).item()
     return {"text": args.text, "n": len(nats), "perplexity": value, "stderr": value * error}
@@ -237,8 +238,9 @@ class Evaluation:
 
     def __init__(self, args, task, data, file, engine):
         """engine: function -> the engine that all tasks share"""
-        self.task, self.reward, self.size, self.counts = task, None, 256, {}
-        self.examples = from_first_rank(partial(load_examples, task, args.split, data, args.limit))
+        load = partial(load_examples, task, args.split, data, args.limit)
+        self.task, self.examples = task, from_first_rank(load)
+        self.reward, self.size, self.counts = None, 256, {}
         if args.reward:
             self.reward = load_reward(args.reward, task)
             self.reward([TRIAL], self.examples[:1])  # SystemExit if the examples do not suit it

@@ -136,6 +136,13 @@ def _supervised(job):
     settings = vars(job) | {"paths": paths, "site_packages": site_packages}
     # these go by another way, which is read once the candidate has been forked
     sources = [settings.pop(name) for name in ("code", "tests", "prelude")]
+    environment = {
+        "PATH": "/usr/local/bin:/usr/bin:/bin",
+        "HOME": "/",
+        "LANG": "C.UTF-8",
+        "TZ": "UTC",
+        "OMP_NUM_THREADS": "1",  # OpenBLAS and MKL read it too
+    }
     python = getattr(sys, "_base_executable", sys.executable)
     with subprocess.Popen(
         [python, "-I", "-S", "-B", str(CHILD), json.dumps(settings)],
@@ -143,20 +150,14 @@ def _supervised(job):
         stdout=subprocess.PIPE,  # its end tells that we are gone
         stderr=subprocess.PIPE,
         cwd="/",
-        env={
-            "PATH": "/usr/local/bin:/usr/bin:/bin",
-            "HOME": "/",
-            "LANG": "C.UTF-8",
-            "TZ": "UTC",
-            "OMP_NUM_THREADS": "1",  # OpenBLAS and MKL read it too
-        },
+        env=environment,
         start_new_session=True,
         umask=0o022,
     ) as process:
         said = errors = b""
         try:
-            sources = json.dumps(sources).encode() + b"\n"
-            said, errors = process.communicate(sources, job.timeout + GRACE)
+            sent = json.dumps(sources).encode() + b"\n"
+            said, errors = process.communicate(sent, job.timeout + GRACE)
         except subprocess.TimeoutExpired:  # a supervisor that hangs
             pass
         finally:  # an interrupt, too

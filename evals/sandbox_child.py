@@ -441,7 +441,8 @@ def judge(job, verdict, own_root):
         os.dup2(nothing, fd)
     send(verdict, "namespaces" if own_root else "Landlock" if confined else "")
     limit(AS=TESTS_MEMORY)
-    send(verdict, verdict_of(job, receive(sys.stdin.buffer)))
+    given = receive(sys.stdin.buffer)
+    send(verdict, verdict_of(job, given))
     os._exit(0)
 
 

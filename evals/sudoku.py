@@ -72,7 +72,8 @@ def load(split, path=None, limit=None):
 def prompt(example):
     """Messages. "compact" is `sud:` and the 16 cells, 20 characters."""
     puzzle = example["puzzle"]
-    return user(f"sud:{puzzle}" if example["style"] == "compact" else PROMPT.format(puzzle=puzzle))
+    content = f"sud:{puzzle}" if example["style"] == "compact" else PROMPT.format(puzzle=puzzle)
+    return user(content)
 
 
 def extract(completion, example):
@@ -105,8 +106,9 @@ def answer(example, draw=0):
 
 def _problem(row):
     row = {str(name).lower(): value for name, value in row.items()}
+    board = planning_row(row, "puzzle", "solution")
     # text only: a file that was read as numbers has lost its leading zeros
-    puzzle, solution = ("".join(part.split()) for part in planning_row(row, "puzzle", "solution"))
+    puzzle, solution = ("".join(part.split()) for part in board)
     if not re.fullmatch("[0-4]{16}", puzzle) or solution not in sudoku_solutions(puzzle):
         raise ValueError("not a board and its solution")
     return {"puzzle": puzzle, "solution": solution, "style": "tags"}
