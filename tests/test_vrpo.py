@@ -81,7 +81,7 @@ def full_graph_loss(model, batch, masks, ref, args):
     elbos = (drawn.weights * naive_logps(model, drawn)).sum(2)
     rewards = args.beta * (elbos - ref)
     chosen, rejected = rewards.mean(1).view(-1, 2).T
-    margin, timesteps = chosen - rejected, rewards.view(-1, args.mc_num, 2).mean(2)
+    margin = chosen - rejected
     dpo = torch.log1p(torch.exp(-margin)).mean()
     sft = -elbos[::2].mean(1).sum() / sum(len(answer) for _, answer, _ in PAIRS)
     return {
@@ -92,7 +92,6 @@ def full_graph_loss(model, batch, masks, ref, args):
         "reward/margin": margin.mean(),
         "reward/chosen": chosen.mean(),
         "reward/rejected": rejected.mean(),
-        "reward/margin_var": 2 * timesteps.var(1).mean() / args.mc_num,
     }
 
 
