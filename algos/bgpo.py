@@ -130,7 +130,6 @@ def policy_loss(estimates, old, ref, rows, args):
     return policy, {
         "loss/policy": policy,
         "policy/elbo": estimates.sum() * c,
-        "policy/log_ratio": d.sum() * c,
         "policy/weight": torch.ones_like(d).sum() * c,
     }
 
