@@ -52,7 +52,6 @@ TINY = {  # what every method takes on the tiny models
 # isort: split
 from typing import Literal
 
-from distributed.groups import over_ranks
 from rollout.traces import Completion, predictions_of
 
 
@@ -318,8 +317,6 @@ def main(args):
         # <<< shared: rollout
         graded = step_rewards(batch.trace, problems, batch.examples)  # [B, S]
         batch.advantages = compute_advantages(graded, args)
-        best = over_ranks(graded.amax(1).sum())
-        metrics["reward/best_step"] = best / batch.num_sequences
         # >>> shared: learn
         if args.positive_only:
             batch.advantages.clamp_(min=0)
