@@ -231,20 +231,22 @@ def policy_loss(estimates, old, ref, rows, args):
     estimates, old, ref [R, L] -> loss, metrics
     """
     A, c = rows.advantages[:, None], rows.weights[:, 0]  # [R, 1], [R, L]
+    # >>> shared: method_clip
     ratio = (estimates - old).exp()
     clipped = ratio.clamp(1 - args.epsilon, 1 + args.epsilon)
     policy = (-torch.minimum(ratio * A, clipped * A) * c).sum()
     log_ratio = torch.zeros_like(estimates) if ref is None else ref - estimates
     kl = ((log_ratio.expm1() - log_ratio) * c).sum()  # k3
-    distillation = -(rows.sibling_weights * estimates).sum()
-    return policy + args.beta * kl + distillation, {
+    metrics = {
         "loss/policy": policy,
         "loss/kl": kl,
-        "loss/distillation": distillation,
         "policy/ratio": (ratio * c).sum(),
         "policy/clip_frac": ((clipped * A < ratio * A) * c).sum(),
         "policy/weight": c.sum(),
     }
+    # <<< shared: method_clip
+    distillation = -(rows.sibling_weights * estimates).sum()
+    return policy + args.beta * kl + distillation, metrics | {"loss/distillation": distillation}
 
 
 # >>> shared: parallelize
