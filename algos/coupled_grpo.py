@@ -125,11 +125,14 @@ def estimate_logps(logps, rows, args):
 
 def compute_advantages(rewards, args):
     """Reward minus the mean of the group, or of its other members; no std. [B] -> [B]"""
-    G = args.num_generations
-    groups = rewards.view(-1, G) - rewards[::G, None]  # equal rewards give exactly 0
-    # r - mean of the others = G / (G - 1) (r - mean of all)
+    # >>> shared: method_centred
+    groups = rewards.view(-1, args.num_generations)
+    groups = groups - groups[:, :1]  # equal rewards give exactly 0
+    groups = groups - groups.mean(1, keepdim=True)
+    # <<< shared: method_centred
+    G = args.num_generations  # r - mean of the others = G / (G - 1) (r - mean of all)
     scale = G / (G - 1) if args.baseline == "loo" else 1
-    return (scale * (groups - groups.mean(1, keepdim=True))).flatten()
+    return (scale * groups).flatten()
 
 
 def policy_loss(estimates, old, ref, rows, args):

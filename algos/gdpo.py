@@ -110,8 +110,9 @@ def compute_advantages(rewards, args):
     # >>> shared: method_centred
     groups = rewards.view(-1, args.num_generations)
     groups = groups - groups[:, :1]  # equal rewards give exactly 0
-    return (groups - groups.mean(1, keepdim=True)).flatten()
+    groups = groups - groups.mean(1, keepdim=True)
     # <<< shared: method_centred
+    return groups.flatten()
 
 
 def policy_loss(estimates, old, ref, rows, args):

@@ -36,10 +36,10 @@ class Method(NamedTuple):
 
 
 METHODS = {
-    "d1": Method(224, {"dream": LORA | TWO}),
-    "coupled_grpo": Method(507, {"sdar": MOVES}),
-    "spg": Method(339, {"llada-moe": {"num_iterations": 1, "block_length": 4}}),
-    "stabledrl": Method(463, {"llada": TWO | {"block_length": 4}}),
+    "d1": Method(230, {"dream": LORA | TWO}),
+    "coupled_grpo": Method(474, {"sdar": MOVES}),
+    "spg": Method(345, {"llada-moe": {"num_iterations": 1, "block_length": 4}}),
+    "stabledrl": Method(469, {"llada": TWO | {"block_length": 4}}),
     "bgpo": Method(
         441,
         {
@@ -49,8 +49,8 @@ METHODS = {
     ),
     "cj_grpo": Method(556, {"llada": LORA | TWO | EOSER}),
     "mdpo": Method(1138, {"llada": TWO | {"train_steps": 3, "remasking": "rcr"}}, BIDIRECTIONAL),
-    "espo": Method(631, {"llada": TWO | {"ref_sync_steps": 1, "epsilon": 4e-4}}),
-    "gdpo": Method(469, {"sdar": TWO | {"mc_num": 2}}),
+    "espo": Method(598, {"llada": TWO | {"ref_sync_steps": 1, "epsilon": 4e-4}}),
+    "gdpo": Method(475, {"sdar": TWO | {"mc_num": 2}}),
     "ebpo": Method(526, {"sdar": TWO | {"mc_num": 3}}, BLOCK),
     "wd1": Method(301, {"llada": LORA | TWO | {"psi": 0.5}}),
     "justgrpo": Method(425, {"llada": LORA | TWO | {"denoising_steps": 4, "train_steps": 3}}),
@@ -63,7 +63,7 @@ METHODS = {
             "llada2": FAST,
         },
     ),
-    "tpg": Method(358, {"sdar": TWO | {"denoising_steps": 4, "train_steps": 3, "beta": 0.1}}),
+    "tpg": Method(364, {"sdar": TWO | {"denoising_steps": 4, "train_steps": 3, "beta": 0.1}}),
     "opsd": Method(
         834, {"llada": LORA | TWO | {"block_length": 4}, "sdar": TWO | {"learning_rate": 1e-5}}
     ),
