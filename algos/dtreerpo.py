@@ -205,9 +205,13 @@ def sample_masks(batch, iteration, args):
     return rows
 
 
+# >>> shared: method_estimate
 def estimate_logps(logps, rows, args):
-    """The forward of the parent is the estimate. [R, 1, L] -> [R, L]"""
+    """The single pass is the estimate. [R, 1, L] -> [R, L]"""
     return logps[:, 0]
+
+
+# <<< shared: method_estimate
 
 
 def compute_advantages(rewards, args):

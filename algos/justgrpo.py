@@ -110,9 +110,13 @@ def sample_masks(batch, iteration, args):
     return rows.subsample(args.num_draws(S), iteration)
 
 
+# >>> shared: method_passes
 def estimate_logps(logps, rows, args):
-    """A pass is the estimate of the token that its step revealed. [R, K, L] -> [R, K, L]"""
+    """A pass is the estimate of the tokens that it scores. [R, K, L] -> [R, K, L]"""
     return logps
+
+
+# <<< shared: method_passes
 
 
 def compute_advantages(rewards, args):

@@ -143,9 +143,13 @@ def sample_masks(batch, iteration, args):
     return rows
 
 
+# >>> shared: method_estimate
 def estimate_logps(logps, rows, args):
-    """The single pass is the estimate of what the step predicted. [R, 1, L] -> [R, L]"""
+    """The single pass is the estimate. [R, 1, L] -> [R, L]"""
     return logps[:, 0]
+
+
+# <<< shared: method_estimate
 
 
 def compute_advantages(rewards, args):

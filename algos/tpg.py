@@ -106,9 +106,13 @@ def sample_masks(batch, iteration, args):
     return rows
 
 
+# >>> shared: method_passes
 def estimate_logps(logps, rows, args):
-    """A pass is the estimate of the tokens that its step drew. [R, K, L] -> [R, K, L]"""
+    """A pass is the estimate of the tokens that it scores. [R, K, L] -> [R, K, L]"""
     return logps
+
+
+# <<< shared: method_passes
 
 
 def compute_advantages(rewards, args):

@@ -143,9 +143,13 @@ def sample_masks(batch, iteration, args):
     return rows.subsample(args.num_draws(num_replays), iteration)
 
 
+# >>> shared: method_passes
 def estimate_logps(logps, rows, args):
-    """A draw is the estimate of the tokens that its round revealed. [R, K, L] -> [R, K, L]"""
+    """A pass is the estimate of the tokens that it scores. [R, K, L] -> [R, K, L]"""
     return logps
+
+
+# <<< shared: method_passes
 
 
 def compute_advantages(rewards, args):

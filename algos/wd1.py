@@ -80,13 +80,13 @@ USES_OLD = False  # no ratio in this method
 DRAWS_TOGETHER = True  # the K draws of a row need one forward: the loss is no sum over them
 
 
+# >>> shared: method_one_pass
 def sample_masks(batch, iteration, args):
     """The whole completion is masked, and each prompt token with p_mask_prompt (Sec. 3.2).
 
     A masked prompt token is masked in the clean ids too: a block model attends to those.
     -> Rows, R = B sequences, K = 1, weight 1 on every completion token
     """
-    # >>> shared: method_one_pass
     c = batch.completion_mask
     hidden = batch.uniform(iteration, 0, batch.offset) < args.p_mask_prompt  # [B, T]
     hidden = hidden & batch.valid_mask & (batch.offset < 0)  # of the prompt alone
@@ -94,12 +94,18 @@ def sample_masks(batch, iteration, args):
     rows.masked |= hidden[:, None]
     rows.input_ids = torch.where(hidden, batch.mask_token_id, batch.input_ids)
     return rows
-    # <<< shared: method_one_pass
 
 
+# <<< shared: method_one_pass
+
+
+# >>> shared: method_estimate
 def estimate_logps(logps, rows, args):
     """The single pass is the estimate. [R, 1, L] -> [R, L]"""
     return logps[:, 0]
+
+
+# <<< shared: method_estimate
 
 
 def compute_advantages(rewards, args):

@@ -36,34 +36,34 @@ class Method(NamedTuple):
 
 
 METHODS = {
-    "d1": Method(230, {"dream": LORA | TWO}),
+    "d1": Method(203, {"dream": LORA | TWO}),
     "coupled_grpo": Method(474, {"sdar": MOVES}),
-    "spg": Method(345, {"llada-moe": {"num_iterations": 1, "block_length": 4}}),
-    "stabledrl": Method(469, {"llada": TWO | {"block_length": 4}}),
+    "spg": Method(325, {"llada-moe": {"num_iterations": 1, "block_length": 4}}),
+    "stabledrl": Method(449, {"llada": TWO | {"block_length": 4}}),
     "bgpo": Method(
-        441,
+        433,
         {
             "llada2": LORA | {"mc_num": 2, "lora_merged_rollout": True},
             "sdar-moe": TWO | {"mc_num": 3, "lr_schedule": "cosine"},
         },
     ),
-    "cj_grpo": Method(556, {"llada": LORA | TWO | EOSER}),
-    "mdpo": Method(1138, {"llada": TWO | {"train_steps": 3, "remasking": "rcr"}}, BIDIRECTIONAL),
+    "cj_grpo": Method(544, {"llada": LORA | TWO | EOSER}),
+    "mdpo": Method(1121, {"llada": TWO | {"train_steps": 3, "remasking": "rcr"}}, BIDIRECTIONAL),
     "espo": Method(598, {"llada": TWO | {"ref_sync_steps": 1, "epsilon": 4e-4}}),
     "gdpo": Method(475, {"sdar": TWO | {"mc_num": 2}}),
-    "ebpo": Method(526, {"sdar": TWO | {"mc_num": 3}}, BLOCK),
-    "wd1": Method(301, {"llada": LORA | TWO | {"psi": 0.5}}),
-    "justgrpo": Method(425, {"llada": LORA | TWO | {"denoising_steps": 4, "train_steps": 3}}),
-    "dtreerpo": Method(1255, {"llada": LORA | TREES, "sdar": TREES}),
+    "ebpo": Method(518, {"sdar": TWO | {"mc_num": 3}}, BLOCK),
+    "wd1": Method(274, {"llada": LORA | TWO | {"psi": 0.5}}),
+    "justgrpo": Method(413, {"llada": LORA | TWO | {"denoising_steps": 4, "train_steps": 3}}),
+    "dtreerpo": Method(1238, {"llada": LORA | TREES, "sdar": TREES}),
     "tracerl": Method(
-        1260,
+        1248,
         {
             "dream": TRACES | LORA | {"shrink": 2, "row_mean": True},
             "sdar": TRACES | VALUES,
             "llada2": FAST,
         },
     ),
-    "tpg": Method(364, {"sdar": TWO | {"denoising_steps": 4, "train_steps": 3, "beta": 0.1}}),
+    "tpg": Method(352, {"sdar": TWO | {"denoising_steps": 4, "train_steps": 3, "beta": 0.1}}),
     "opsd": Method(
         834, {"llada": LORA | TWO | {"block_length": 4}, "sdar": TWO | {"learning_rate": 1e-5}}
     ),
