@@ -378,8 +378,8 @@ def main(args):
             engine.make_room()
         with clock("reward"):
             batch, rewards, metrics = problems.reward(trace, step, model)
-        # <<< shared: rollout
         batch.advantages = compute_advantages(rewards, args)  # [B, depth]
+        # <<< shared: rollout
         batch.progress = min(step / (args.schedule_steps or args.max_steps), 1.0)
         # >>> shared: learn
         if args.positive_only:
@@ -392,8 +392,8 @@ def main(args):
         metrics |= learned | routing | run.validate(engine, model)
         run.end_step(metrics, batch)
     run.end(engine)
-    # <<< shared: learn
 
 
 if __name__ == "__main__":
     start(main, Args, BY_SIZE)
+# <<< shared: learn

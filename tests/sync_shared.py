@@ -36,36 +36,36 @@ class Method(NamedTuple):
 
 
 METHODS = {
-    "d1": Method(203, {"dream": LORA | TWO}),
-    "coupled_grpo": Method(474, {"sdar": MOVES}),
-    "spg": Method(325, {"llada-moe": {"num_iterations": 1, "block_length": 4}}),
-    "stabledrl": Method(449, {"llada": TWO | {"block_length": 4}}),
+    "d1": Method(180, {"dream": LORA | TWO}),
+    "coupled_grpo": Method(451, {"sdar": MOVES}),
+    "spg": Method(302, {"llada-moe": {"num_iterations": 1, "block_length": 4}}),
+    "stabledrl": Method(426, {"llada": TWO | {"block_length": 4}}),
     "bgpo": Method(
-        433,
+        410,
         {
             "llada2": LORA | {"mc_num": 2, "lora_merged_rollout": True},
             "sdar-moe": TWO | {"mc_num": 3, "lr_schedule": "cosine"},
         },
     ),
-    "cj_grpo": Method(544, {"llada": LORA | TWO | EOSER}),
-    "mdpo": Method(1121, {"llada": TWO | {"train_steps": 3, "remasking": "rcr"}}, BIDIRECTIONAL),
-    "espo": Method(598, {"llada": TWO | {"ref_sync_steps": 1, "epsilon": 4e-4}}),
-    "gdpo": Method(475, {"sdar": TWO | {"mc_num": 2}}),
-    "ebpo": Method(518, {"sdar": TWO | {"mc_num": 3}}, BLOCK),
-    "wd1": Method(274, {"llada": LORA | TWO | {"psi": 0.5}}),
-    "justgrpo": Method(413, {"llada": LORA | TWO | {"denoising_steps": 4, "train_steps": 3}}),
-    "dtreerpo": Method(1238, {"llada": LORA | TREES, "sdar": TREES}),
+    "cj_grpo": Method(521, {"llada": LORA | TWO | EOSER}),
+    "mdpo": Method(1084, {"llada": TWO | {"train_steps": 3, "remasking": "rcr"}}, BIDIRECTIONAL),
+    "espo": Method(575, {"llada": TWO | {"ref_sync_steps": 1, "epsilon": 4e-4}}),
+    "gdpo": Method(452, {"sdar": TWO | {"mc_num": 2}}),
+    "ebpo": Method(495, {"sdar": TWO | {"mc_num": 3}}, BLOCK),
+    "wd1": Method(251, {"llada": LORA | TWO | {"psi": 0.5}}),
+    "justgrpo": Method(390, {"llada": LORA | TWO | {"denoising_steps": 4, "train_steps": 3}}),
+    "dtreerpo": Method(1215, {"llada": LORA | TREES, "sdar": TREES}),
     "tracerl": Method(
-        1248,
+        1225,
         {
             "dream": TRACES | LORA | {"shrink": 2, "row_mean": True},
             "sdar": TRACES | VALUES,
             "llada2": FAST,
         },
     ),
-    "tpg": Method(352, {"sdar": TWO | {"denoising_steps": 4, "train_steps": 3, "beta": 0.1}}),
+    "tpg": Method(329, {"sdar": TWO | {"denoising_steps": 4, "train_steps": 3, "beta": 0.1}}),
     "opsd": Method(
-        834, {"llada": LORA | TWO | {"block_length": 4}, "sdar": TWO | {"learning_rate": 1e-5}}
+        811, {"llada": LORA | TWO | {"block_length": 4}, "sdar": TWO | {"learning_rate": 1e-5}}
     ),
     "sft": Method(
         2230,
@@ -87,6 +87,7 @@ ONLINE = [script for script in METHODS if script not in OFFLINE]
 # (script, block): one sentence why this block differs from that of the other scripts
 EXCEPTIONS = {
     ("dtreerpo", "rollout"): "Its rollouts are trees: sample_trees.",
+    ("mdpo", "rollout"): "The prediction of every step has a reward: step_rewards.",
     ("stabledrl", "learner"): "An update begins with the weights of whole groups: group_weights.",
     ("opsd", "learner"): "The reference says what is scored (teach): not one token, but k.",
 }
