@@ -136,8 +136,10 @@ def estimate_logps(logps, rows, args):
 
 def compute_advantages(rewards, args):
     """Group-normalised reward; 0 in a group without spread. [B] -> [B]"""
+    # >>> shared: method_normalised
     groups = rewards.view(-1, args.num_generations)
     std, centred = groups.std(1, keepdim=True), groups - groups.mean(1, keepdim=True)
+    # <<< shared: method_normalised
     scale = std + 1e-6 if args.scale_rewards else 1.0
     return torch.where(std > 1e-4, centred / scale, 0.0).flatten()
 

@@ -121,8 +121,10 @@ def estimate_logps(logps, rows, args):
 
 def compute_advantages(rewards, args):
     """Group-normalised reward; 0 in a group without spread. [B] -> [B]"""
+    # >>> shared: method_normalised
     groups = rewards.view(-1, args.num_generations)
     std, centred = groups.std(1, keepdim=True), groups - groups.mean(1, keepdim=True)
+    # <<< shared: method_normalised
     return torch.where(std > 1e-4, centred / (std + 1e-4), 0.0).flatten()
 
 

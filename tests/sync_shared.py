@@ -41,19 +41,19 @@ METHODS = {
     "spg": Method(302, {"llada-moe": {"num_iterations": 1, "block_length": 4}}),
     "stabledrl": Method(426, {"llada": TWO | {"block_length": 4}}),
     "bgpo": Method(
-        410,
+        441,
         {
             "llada2": LORA | {"mc_num": 2, "lora_merged_rollout": True},
             "sdar-moe": TWO | {"mc_num": 3, "lr_schedule": "cosine"},
         },
     ),
-    "cj_grpo": Method(521, {"llada": LORA | TWO | EOSER}),
+    "cj_grpo": Method(481, {"llada": LORA | TWO | EOSER}),
     "mdpo": Method(961, {"llada": TWO | {"train_steps": 3, "remasking": "rcr"}}, BIDIRECTIONAL),
     "espo": Method(575, {"llada": TWO | {"ref_sync_steps": 1, "epsilon": 4e-4}}),
     "gdpo": Method(452, {"sdar": TWO | {"mc_num": 2}}),
-    "ebpo": Method(495, {"sdar": TWO | {"mc_num": 3}}, BLOCK),
+    "ebpo": Method(526, {"sdar": TWO | {"mc_num": 3}}, BLOCK),
     "wd1": Method(251, {"llada": LORA | TWO | {"psi": 0.5}}),
-    "justgrpo": Method(390, {"llada": LORA | TWO | {"denoising_steps": 4, "train_steps": 3}}),
+    "justgrpo": Method(350, {"llada": LORA | TWO | {"denoising_steps": 4, "train_steps": 3}}),
     "dtreerpo": Method(1215, {"llada": LORA | TREES, "sdar": TREES}),
     "tracerl": Method(
         1225,
