@@ -156,7 +156,7 @@ def compute_advantages(rewards, args):
 def policy_loss(estimates, old, ref, rows, args):
     """Advantage times bound, mean over all tokens of the step. estimates [R, 2] -> loss, metrics"""
     (elbo, eubo), A = estimates.unbind(1), rows.advantages  # [R]
-    bound = torch.where(A > 0, elbo, args.omega * eubo + (1 - args.omega) * elbo)
+    bound = torch.where(A > 0, elbo, elbo.lerp(eubo, args.omega))
     c = rows.completion_mask.sum(1).to(estimates) / rows.batch.num_tokens
     policy = -(A * bound * c).sum()
     return policy, {

@@ -170,7 +170,7 @@ def group_weights(estimates, rows, args):
 def policy_loss(estimates, old, ref, rows, args):
     """Weight times advantage times bound, mean over groups. estimates [R, 2] -> loss, metrics"""
     (elbo, eubo), A, c = estimates.unbind(1), rows.advantages, 1 / rows.batch.num_sequences
-    bound = torch.where(A > 0, elbo, args.omega * eubo + (1 - args.omega) * elbo)
+    bound = torch.where(A > 0, elbo, elbo.lerp(eubo, args.omega))
     policy = -(rows.shares * A * bound).sum() * args.num_generations * c
     return policy, {
         "loss/policy": policy,

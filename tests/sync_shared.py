@@ -38,8 +38,8 @@ class Method(NamedTuple):
 METHODS = {
     "d1": Method(180, {"dream": LORA | TWO}),
     "coupled_grpo": Method(451, {"sdar": MOVES}),
-    "spg": Method(302, {"llada-moe": {"num_iterations": 1, "block_length": 4}}),
-    "stabledrl": Method(426, {"llada": TWO | {"block_length": 4}}),
+    "spg": Method(297, {"llada-moe": {"num_iterations": 1, "block_length": 4}}),
+    "stabledrl": Method(421, {"llada": TWO | {"block_length": 4}}),
     "bgpo": Method(
         441,
         {
