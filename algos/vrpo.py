@@ -233,15 +233,6 @@ def make_batch(pairs, first, args, model, step, device):
     )
 
 
-def draw_batch(stream, model, device, step, args):
-    """This rank's pairs of the step. -> Batch, Masks of the policy, Masks of the reference"""
-    mine = rank_share(args.batch_size, "--batch-size", data_rank())
-    pairs = [stream[step * args.batch_size + i] for i in mine]
-    batch = make_batch(pairs, mine.start, args, model, step, device)
-    masks = sample_masks(batch, args)
-    return batch, masks, masks if args.share_masks else sample_masks(batch, args, "ref")
-
-
 def draw_elbos(model, batch, masks, rows):
     """The only forward in training: one-draw ELBOs of R sequences. -> [R, n] fp32"""
     input_ids, weights = batch.input_ids[rows], masks.weights[rows]
@@ -314,7 +305,7 @@ def load_pairs(held_out, model, args):
 
 def main(args):
     device = setup_distributed(args.sequence_parallel)
-    rank_share(args.batch_size, "--batch-size", data_rank())
+    mine = rank_share(args.batch_size, "--batch-size", data_rank())
     model, held_out = build_policy(device, args), HeldOut(args, args.max_length)
     rows, compared = load_pairs(held_out, model, args)
     engine = held_out.train_on(rows, model, device, args)
@@ -348,7 +339,10 @@ def main(args):
         run.write(0, score("test", "test"))
     for step, clock in run.steps():
         with clock("data"):
-            batch, masks, ref_masks = draw_batch(held_out.stream, model, device, step, args)
+            pairs = [held_out.stream[step * args.batch_size + i] for i in mine]
+            batch = make_batch(pairs, mine.start, args, model, step, device)
+            masks = sample_masks(batch, args)
+            ref_masks = masks if args.share_masks else sample_masks(batch, args, "ref")
         with clock("reference"), adapters_off(ref or model) as reference:
             ref_elbos = elbo_values(reference, batch, ref_masks, args)
         with clock("update"), router_metrics(model) as routing:
