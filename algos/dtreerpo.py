@@ -56,7 +56,7 @@ from itertools import accumulate
 from operator import mul
 from typing import Literal
 
-from distributed.groups import all_reduce
+from distributed.groups import over_ranks
 
 
 @dataclass
@@ -194,13 +194,10 @@ def sample_masks(batch, iteration, args):
         targets = sibling_targets(A.view(-1, K), active.unflatten(0, (-1, K)), tau)
         segments.append((index, masked[index, s], active, A, targets.flatten(0, 1)))
     index, masked, active, A, targets = map(torch.cat, zip(*segments, strict=True))
-    num_segments, num_positions = all_reduce(
-        {"segments": len(index), "positions": targets.sum()}
-    ).values()
-    weights = active / active.sum(1, keepdim=True).clamp(min=1) / num_segments
+    weights = active / active.sum(1, keepdim=True).clamp(min=1) / over_ranks(len(index))
     masked = torch.nn.functional.pad(masked, (batch.P, 0))
     rows = Rows(batch, masked[:, None], weights[:, None], index)
-    rows.sibling_weights = weight * targets / max(num_positions, 1)
+    rows.sibling_weights = weight * targets / max(over_ranks(targets.sum()), 1)
     rows.advantages, rows.temperature = A, args.temperature
     return rows
 
