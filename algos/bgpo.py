@@ -93,13 +93,13 @@ def sample_masks(batch, iteration, args):
     c, block = batch.completion_mask, batch.block_ids.contiguous()
     # searchsorted finds the first column of a block: its u serves all tokens of the block
     u = batch.uniform(iteration, "count", torch.searchsorted(block, block))
-    masked, weights = [], []
+    weights = []
     for j in range(args.mc_num):
         noise = batch.uniform(iteration, j)
         chosen, n, m = choose_in_blocks(c, block, (u + j / args.mc_num) % 1, noise)
-        masked.append(chosen | ~c)
         weights.append(chosen * n / m)
-    return Rows(batch, torch.stack(masked, 1), torch.stack(weights, 1))
+    weights = torch.stack(weights, 1)
+    return Rows(batch, (weights > 0) | ~c[:, None], weights)
 
 
 def estimate_logps(logps, rows, args):

@@ -101,13 +101,13 @@ def sample_masks(batch, iteration, args):
     b = block - block[:, :1]
     share = b / ((b * c).amax(1, keepdim=True) + 1)  # b / B
     u = batch.uniform(iteration, "level", 0)  # [B, 1]
-    masked, weights = [], []
+    weights = []
     for j in range(args.mc_num):
         level = (u + (j + share) / args.mc_num) % 1
         chosen, n, m = choose_in_blocks(c, block, level, batch.uniform(iteration, j))
-        masked.append(chosen | ~c)
         weights.append(chosen * n / m)
-    return Rows(batch, torch.stack(masked, 1), torch.stack(weights, 1))
+    weights = torch.stack(weights, 1)
+    return Rows(batch, (weights > 0) | ~c[:, None], weights)
 
 
 def estimate_logps(logps, rows, args):

@@ -105,13 +105,13 @@ def sample_masks(batch, iteration, args):
     c, block = batch.completion_mask, batch.block_ids.contiguous()
     # searchsorted finds the first column of a block: its t serves all tokens of the block
     t = batch.uniform(iteration, "t", torch.searchsorted(block, block))
-    n, masked, weights = block_counts(c, block)[0], [], []
+    n, weights = block_counts(c, block)[0], []
     for j in range(args.mc_num):
         below = batch.uniform(iteration, j) < (t + j / args.mc_num) % 1
         for part in (c & below, c & ~below):
-            masked.append(part | ~c)
             weights.append(part * (n + 1) / block_counts(part, block)[0].clamp(min=1))
-    return Rows(batch, torch.stack(masked, 1), torch.stack(weights, 1))
+    weights = torch.stack(weights, 1)
+    return Rows(batch, (weights > 0) | ~c[:, None], weights)
 
 
 def estimate_logps(logps, rows, args):

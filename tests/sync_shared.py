@@ -41,7 +41,7 @@ METHODS = {
     "spg": Method(297, {"llada-moe": {"num_iterations": 1, "block_length": 4}}),
     "stabledrl": Method(421, {"llada": TWO | {"block_length": 4}}),
     "bgpo": Method(
-        441,
+        435,
         {
             "llada2": LORA | {"mc_num": 2, "lora_merged_rollout": True},
             "sdar-moe": TWO | {"mc_num": 3, "lr_schedule": "cosine"},
@@ -49,12 +49,12 @@ METHODS = {
     ),
     "cj_grpo": Method(481, {"llada": LORA | TWO | EOSER}),
     "mdpo": Method(961, {"llada": TWO | {"train_steps": 3, "remasking": "rcr"}}, BIDIRECTIONAL),
-    "espo": Method(575, {"llada": TWO | {"ref_sync_steps": 1, "epsilon": 4e-4}}),
+    "espo": Method(569, {"llada": TWO | {"ref_sync_steps": 1, "epsilon": 4e-4}}),
     "gdpo": Method(452, {"sdar": TWO | {"mc_num": 2}}),
-    "ebpo": Method(526, {"sdar": TWO | {"mc_num": 3}}, BLOCK),
+    "ebpo": Method(520, {"sdar": TWO | {"mc_num": 3}}, BLOCK),
     "wd1": Method(251, {"llada": LORA | TWO | {"psi": 0.5}}),
     "justgrpo": Method(350, {"llada": LORA | TWO | {"denoising_steps": 4, "train_steps": 3}}),
-    "dtreerpo": Method(1215, {"llada": LORA | TREES, "sdar": TREES}),
+    "dtreerpo": Method(1201, {"llada": LORA | TREES, "sdar": TREES}),
     "tracerl": Method(
         1225,
         {
