@@ -135,9 +135,9 @@ def sample_masks(batch, args, stream="masks"):
     return Masks(torch.stack(masked, 1), torch.stack(weights, 1))
 
 
-def preference_loss(elbos, ref_elbos, batch, args):
-    """One-draw ELBOs [B, n] of policy and reference -> share of the loss, and metrics"""
-    elbo, ref_elbo, c = elbos.mean(1), ref_elbos.mean(1), 1 / batch.num_pairs
+def preference_loss(elbo, ref_elbo, batch, args):
+    """ELBOs [B] of policy and reference -> share of the loss, and metrics"""
+    c = 1 / batch.num_pairs
     rewards = args.beta * (elbo - ref_elbo)  # [B], what DPO calls the implicit reward
     margin = rewards[0::2] - rewards[1::2]  # [P]
     dpo = -F.logsigmoid(margin).sum() * c
@@ -234,19 +234,16 @@ def make_batch(pairs, first, args, model, step, device):
 
 
 def draw_elbos(model, batch, masks, rows):
-    """The only forward in training: one-draw ELBOs of R sequences. -> [R, n] fp32"""
+    """The only forward in training: ELBOs of R sequences, means over the draws. -> [R] fp32"""
     input_ids, weights = batch.input_ids[rows], masks.weights[rows]
     noisy_ids = torch.where(masks.masked[rows], model.mask_token_id, input_ids[:, None])
     logps = model.logps(input_ids, noisy_ids, weights != 0, batch.valid_mask[rows])
-    return (weights.to(logps.dtype) * logps).sum(2)
+    return (weights.to(logps.dtype) * logps).sum(2).mean(1)
 
 
 @torch.no_grad()
 def elbo_values(model, batch, masks, args):
-    """One-draw ELBOs of the whole batch. Without a graph the draws of a sequence always fit.
-
-    -> [B, n]
-    """
+    """ELBOs [B] of the whole batch. Without a graph the draws of a sequence always fit."""
     B, n, _ = masks.masked.shape
     parts = torch.arange(B).split(max(args.micro_batch_size // n, 1))
     return torch.cat([draw_elbos(model, batch, masks, rows) for rows in parts])
@@ -271,7 +268,7 @@ def backward(model, batch, masks, ref_elbos, args):
 
 
 def held_out_draws(pairs, args, model, reference, device):
-    """This rank's held-out pairs, draws, and reference values there. -> Batch, Masks, [B, n]
+    """This rank's held-out pairs, draws, and reference values there. -> Batch, Masks, [B]
 
     Every rank gets equally many: the last pair is repeated, and its copies are not counted.
     """
