@@ -125,11 +125,7 @@ def policy_loss(estimates, old, ref, rows, args):
     c = args.num_generations / rows.batch.num_sequences  # 1 / prompts of the step
     scores = estimates.sum(1)  # [R] log p(completion); estimates are 0 after the EOS
     policy = -(rows.advantages * scores).sum() * c
-    return policy, {
-        "loss/policy": policy,
-        "policy/logp": scores.sum() * c,
-        "policy/weight": torch.ones_like(scores).sum() * c,
-    }
+    return policy, {"loss/policy": policy}
 
 
 # >>> shared: parallelize

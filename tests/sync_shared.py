@@ -52,7 +52,7 @@ METHODS = {
     "espo": Method(569, {"llada": TWO | {"ref_sync_steps": 1, "epsilon": 4e-4}}),
     "gdpo": Method(452, {"sdar": TWO | {"mc_num": 2}}),
     "ebpo": Method(520, {"sdar": TWO | {"mc_num": 3}}, BLOCK),
-    "wd1": Method(251, {"llada": LORA | TWO | {"psi": 0.5}}),
+    "wd1": Method(225, {"llada": LORA | TWO | {"psi": 0.5}}),
     "justgrpo": Method(350, {"llada": LORA | TWO | {"denoising_steps": 4, "train_steps": 3}}),
     "dtreerpo": Method(1201, {"llada": LORA | TREES, "sdar": TREES}),
     "tracerl": Method(
