@@ -1,21 +1,21 @@
 """EBPO (LLaDA2.1, arXiv 2602.08676): PPO on the composite ELBO of all blocks of a completion.
 
-    loss  = mean over sequences of -min(ratio A, clip(ratio, 1-eps, 1+eps) A)
-    ratio = exp(elbo - old), over the whole completion
-    elbo  = mean over n draws of the sum over blocks of  tokens / masked * sum of lp over the masked
-            every draw masks tokens of every block, near one noise level; earlier blocks are clean
+loss  = mean over sequences of -min(ratio A, clip(ratio, 1-eps, 1+eps) A)
+ratio = exp(elbo - old), over the whole completion
+elbo  = mean over n draws of the sum over blocks of  tokens / masked * sum of lp over the masked
+        every draw masks tokens of every block, near one noise level; earlier blocks are clean
 
 Block models only. `diff algos/bgpo.py algos/ebpo.py` shows what replaces BGPO's bounds.
 
-    What differs from d1, and why:
-    1. One ratio and one clip for a completion, because its reward is one; in log space.
-    2. The likelihood is the ELBO of all blocks at once, near one noise level in a draw.
-    3. The ratio couples the N draws, so one forward takes them all.
-    4. Block models only: on others it would be ESPO without the division by the length.
-    5. No KL; advantages are divided by the standard deviation; the prompt stays clean.
+What differs from d1, and why:
+1. One ratio and one clip for a completion, because its reward is one; in log space.
+2. The likelihood is the ELBO of all blocks at once, near one noise level in a draw.
+3. The ratio couples the N draws, so one forward takes them all.
+4. Block models only: on others it would be ESPO without the division by the length.
+5. No KL; advantages are divided by the standard deviation; the prompt stays clean.
 
-    python   algos/ebpo.py                                     # the shipped tiny model on a CPU
-    torchrun --nproc-per-node 8 algos/ebpo.py --model sdar-8b  # GSM8K, LoRA, eight GPUs
+python   algos/ebpo.py                                     # the shipped tiny model on a CPU
+torchrun --nproc-per-node 8 algos/ebpo.py --model sdar-8b  # GSM8K, LoRA, eight GPUs
 """
 
 # >>> shared: imports

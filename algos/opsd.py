@@ -94,7 +94,7 @@ BY_SIZE = {
     "bidirectional": {"cache": "none", "teacher_share": 0.25},
 }
 RECORDS = "steps"  # the trace holds the step maps
-USES_OLD = False  # policy_loss compares with the estimates before the first update
+USES_OLD = False  # no ratio
 DRAWS_TOGETHER = False  # the loss is a sum over the K draws of a row
 
 

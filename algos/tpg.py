@@ -1,9 +1,9 @@
 """TPG: the exact policy gradient of a diffusion sampler, over every token that it drew. Ours.
 
-    gradient = mean over sequences of A sum over steps s and masks j of grad log p(x_sj | state_s)
-    x_sj     = token drawn at mask j of the block in work, whether step s reveals it or not
-    loss     = mean over sequences of S / n sum over n of its S steps, chosen at random, of the sum
-               over j of -min(ratio A, clip(ratio, 1-eps, 1+eps) A) + beta KL(policy || ref)
+gradient = mean over sequences of A sum over steps s and masks j of grad log p(x_sj | state_s)
+x_sj     = token drawn at mask j of the block in work, whether step s reveals it or not
+loss     = mean over sequences of S / n sum over n of its S steps, chosen at random, of the sum
+           over j of -min(ratio A, clip(ratio, 1-eps, 1+eps) A) + beta KL(policy || ref)
 
 Which draws a step reveals follows from the draws and their confidences, so a sample is its draws.
 

@@ -1,16 +1,16 @@
 """VRPO (LLaDA 1.5, 2505.19223): DPO on ELBO estimates with low variance for their cost.
 
-    B(y)   = mean over n_t timesteps of the ELBO of answer y at one mask each, a sum over its tokens
-    margin = beta [B(chosen) - B_ref(chosen)] - beta [B(rejected) - B_ref(rejected)]
-    loss   = mean over pairs of -log sigmoid(margin)
-             + sft_coef * (-B(chosen) / number of chosen tokens)
+B(y)   = mean over n_t timesteps of the ELBO of answer y at one mask each, a sum over its tokens
+margin = beta [B(chosen) - B_ref(chosen)] - beta [B(rejected) - B_ref(rejected)]
+loss   = mean over pairs of -log sigmoid(margin)
+         + sft_coef * (-B(chosen) / number of chosen tokens)
 
 Policy and reference see the same timesteps and masks of an answer, so that their common noise
 cancels; the two answers of a pair are drawn independently. A forward takes all draws of both, which
 the loss couples.
 
-    python   algos/vrpo.py                                      # the shipped tiny model on a CPU
-    torchrun --nproc-per-node 8 algos/vrpo.py --model llada-8b  # GSM8K, LoRA, eight GPUs
+python   algos/vrpo.py                                      # the shipped tiny model on a CPU
+torchrun --nproc-per-node 8 algos/vrpo.py --model llada-8b  # GSM8K, LoRA, eight GPUs
 """
 
 import math
