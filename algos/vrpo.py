@@ -287,8 +287,8 @@ def held_out_metrics(model, batch, masks, ref_elbos, prefix, args):
     real = int((batch.sample_index < 2 * batch.num_pairs).sum())
     elbos = elbo_values(model, batch, masks, args)[:real]
     _, metrics = preference_loss(elbos, ref_elbos[:real], batch, args)
-    mean = lambda name: over_ranks(metrics[f"reward/{name}"])
-    return {f"reward/{prefix}_{name}": mean(name) for name in ("accuracy", "margin")}
+    names = "accuracy", "margin"
+    return {f"reward/{prefix}_{name}": over_ranks(metrics[f"reward/{name}"]) for name in names}
 
 
 def load_pairs(held_out, model, args):
