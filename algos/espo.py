@@ -105,13 +105,13 @@ def sample_masks(batch, iteration, args):
     c, block = batch.completion_mask, batch.block_ids.contiguous()
     # searchsorted finds the first column of a block: its t serves all tokens of the block
     t = batch.uniform(iteration, "t", torch.searchsorted(block, block))
-    n, masked, weights = block_counts(c, block)[0], [], []
+    n, weights = block_counts(c, block)[0], []
     for j in range(args.mc_num):
         below = batch.uniform(iteration, j) < (t + j / args.mc_num) % 1
         for part in (c & below, c & ~below):
-            masked.append(part | ~c)
             weights.append(part * (n + 1) / block_counts(part, block)[0].clamp(min=1))
-    return Rows(batch, torch.stack(masked, 1), torch.stack(weights, 1))
+    weights = torch.stack(weights, 1)
+    return Rows(batch, (weights > 0) | ~c[:, None], weights)
 
 
 def estimate_logps(logps, rows, args):
@@ -121,10 +121,13 @@ def estimate_logps(logps, rows, args):
 
 def compute_advantages(rewards, args):
     """Reward minus the mean of the other members of the group; no std. [B] -> [B]"""
-    G = args.num_generations
-    groups = rewards.view(-1, G) - rewards[::G, None]  # equal rewards give exactly 0
-    # r - mean of the others = G / (G - 1) (r - mean of all)
-    return (G / (G - 1) * (groups - groups.mean(1, keepdim=True))).flatten()
+    # >>> shared: method_centred
+    groups = rewards.view(-1, args.num_generations)
+    groups = groups - groups[:, :1]  # equal rewards give exactly 0
+    groups = groups - groups.mean(1, keepdim=True)
+    # <<< shared: method_centred
+    G = args.num_generations  # r - mean of the others = G / (G - 1) (r - mean of all)
+    return (G / (G - 1) * groups).flatten()
 
 
 def policy_loss(estimates, old, ref, rows, args):
@@ -132,21 +135,27 @@ def policy_loss(estimates, old, ref, rows, args):
 
     -> loss, metrics
     """
+    L = rows.completion_mask.sum(1)
+    estimates, old, ref = estimates / L, old / L, ref if ref is None else ref / L
     # c: share of a sequence in the mean over all of the step
-    A, L, c = rows.advantages, rows.completion_mask.sum(1), 1 / rows.batch.num_sequences
-    ratio = ((estimates - old) / L).exp()
+    A, c = rows.advantages, torch.full_like(estimates, 1 / rows.batch.num_sequences)
+    # >>> shared: method_clip
+    ratio = (estimates - old).exp()
     clipped = ratio.clamp(1 - args.epsilon, 1 + args.epsilon)
-    policy = -torch.minimum(ratio * A, clipped * A).sum() * c
-    gap = torch.zeros_like(estimates) if ref is None else estimates - ref
-    kl = (gap**2 / (2 * L)).sum() * c  # k2 of the ratio per token would be L times less
-    return policy + args.beta * kl, {
+    policy = (-torch.minimum(ratio * A, clipped * A) * c).sum()
+    log_ratio = torch.zeros_like(estimates) if ref is None else ref - estimates
+    kl = ((log_ratio.expm1() - log_ratio) * c).sum()  # k3
+    metrics = {
         "loss/policy": policy,
         "loss/kl": kl,
-        "policy/elbo": estimates.sum() * c,
-        "policy/ratio": ratio.sum() * c,
-        "policy/clip_frac": (clipped * A < ratio * A).sum() * c,
-        "policy/weight": torch.ones_like(A).sum() * c,
+        "policy/ratio": (ratio * c).sum(),
+        "policy/clip_frac": ((clipped * A < ratio * A) * c).sum(),
+        "policy/weight": c.sum(),
     }
+    # <<< shared: method_clip
+    kl = (log_ratio.square() / 2 * L * c).sum()  # k2 of the whole: L times that of a token
+    metrics |= {"loss/kl": kl, "policy/elbo": (estimates * L * c).sum()}
+    return policy + args.beta * kl, metrics
 
 
 # >>> shared: reference
@@ -295,8 +304,8 @@ def main(args):
             engine.make_room()
         with clock("reward"):
             batch, rewards, metrics = problems.reward(trace, step, model)
-        # <<< shared: rollout
         batch.advantages = compute_advantages(rewards, args)
+        # <<< shared: rollout
         # >>> shared: learn
         if args.positive_only:
             batch.advantages.clamp_(min=0)
@@ -308,8 +317,8 @@ def main(args):
         metrics |= learned | routing | run.validate(engine, model)
         run.end_step(metrics, batch)
     run.end(engine)
-    # <<< shared: learn
 
 
 if __name__ == "__main__":
     start(main, Args, BY_SIZE)
+# <<< shared: learn

@@ -52,7 +52,6 @@ TINY = {  # what every method takes on the tiny models
 # isort: split
 from typing import Literal
 
-from distributed.groups import over_ranks
 from rollout.traces import Completion, predictions_of
 
 
@@ -144,9 +143,13 @@ def sample_masks(batch, iteration, args):
     return rows
 
 
+# >>> shared: method_estimate
 def estimate_logps(logps, rows, args):
-    """The single pass is the estimate of what the step predicted. [R, 1, L] -> [R, L]"""
+    """The single pass is the estimate. [R, 1, L] -> [R, L]"""
     return logps[:, 0]
+
+
+# <<< shared: method_estimate
 
 
 def compute_advantages(rewards, args):
@@ -167,21 +170,25 @@ def policy_loss(estimates, old, ref, rows, args):
 
     estimates, old, ref [R, L] -> loss, metrics
     """
-    A, c = rows.advantages[:, None], rows.weights[:, 0] / rows.batch.num_sequences  # [R, 1], [R, L]
     # L / M: tokens of the completion over masked tokens
-    scale = rows.weights.shape[2] / rows.masked.sum(2).to(estimates.dtype)  # [R, 1]
+    A = rows.advantages[:, None] * rows.weights.shape[2] / rows.masked.sum(2)  # [R, 1]
+    c = rows.weights[:, 0] / rows.batch.num_sequences  # [R, L]
+    # >>> shared: method_clip
     ratio = (estimates - old).exp()
     clipped = ratio.clamp(1 - args.epsilon, 1 + args.epsilon)
-    policy = (-torch.minimum(ratio * A, clipped * A) * scale * c).sum()
+    policy = (-torch.minimum(ratio * A, clipped * A) * c).sum()
     log_ratio = torch.zeros_like(estimates) if ref is None else ref - estimates
-    kl = (log_ratio.square() / 2 * c).sum()  # k2
-    return policy + args.beta * kl, {
+    kl = ((log_ratio.expm1() - log_ratio) * c).sum()  # k3
+    metrics = {
         "loss/policy": policy,
         "loss/kl": kl,
         "policy/ratio": (ratio * c).sum(),
         "policy/clip_frac": ((clipped * A < ratio * A) * c).sum(),
         "policy/weight": c.sum(),
     }
+    # <<< shared: method_clip
+    metrics["loss/kl"] = kl = (log_ratio.square() / 2 * c).sum()  # k2 in its place
+    return policy + args.beta * kl, metrics
 
 
 # >>> shared: parallelize
@@ -315,11 +322,9 @@ def main(args):
             engine.make_room()
         with clock("reward"):
             batch, rewards, metrics = problems.reward(trace, step, model)
-        # <<< shared: rollout
         graded = step_rewards(batch.trace, problems, batch.examples)  # [B, S]
         batch.advantages = compute_advantages(graded, args)
-        best = over_ranks(graded.amax(1).sum())
-        metrics["reward/best_step"] = best / batch.num_sequences
+        # <<< shared: rollout
         # >>> shared: learn
         if args.positive_only:
             batch.advantages.clamp_(min=0)
@@ -331,8 +336,8 @@ def main(args):
         metrics |= learned | routing | run.validate(engine, model)
         run.end_step(metrics, batch)
     run.end(engine)
-    # <<< shared: learn
 
 
 if __name__ == "__main__":
     start(main, Args, BY_SIZE)
+# <<< shared: learn
