@@ -183,13 +183,18 @@ def exact_elbo(model, prompt, completion):
 
 
 class OneBlock:
-    """All completions of one block of 4 over 5 usable tokens: 625, in 24 orders."""
+    """All completions of one block of 4 over 5 usable tokens: 625, 24 orders, 15 masks."""
 
     prompt, mask = [1, 2, 0, 3], 5
     completions = torch.tensor(list(itertools.product(range(5), repeat=4)))
+    patterns = torch.tensor([p for p in itertools.product([False, True], repeat=4) if any(p)])
+    # probability of each mask: m uniform on 1..4, then a subset of that size; 48 times it is whole
+    chances = torch.tensor([1 / (4 * math.comb(4, int(p.sum()))) for p in patterns]).double()
+    times = (48 * chances).round().long()
 
     def __init__(self, family="sdar"):
         self.model = tiny_model(family, **few_tokens(family, 6))
+        self.ids = torch.cat([torch.tensor([self.prompt] * 625), self.completions], 1)
 
     def by_order(self):
         """-> [24, 625] log-probability of each completion revealed in that order"""
@@ -204,6 +209,15 @@ class OneBlock:
                 shown[:, i] = y[:, i]
             values.append(value)
         return torch.stack(values)
+
+    def by_mask(self):
+        """-> [15, 625, 4] log-probabilities of the tokens that each mask hides, 0 elsewhere"""
+        found = []
+        for pattern in self.patterns:
+            masked = torch.cat([torch.zeros(4, dtype=torch.bool), pattern]).expand(625, -1)
+            logps = log_probs(self.model, torch.where(masked, 5, self.ids))
+            found.append(logps.gather(2, self.ids[..., None])[:, 4:, 0] * pattern)
+        return torch.stack(found)
 
 
 def row_logps(model, clean, noisy, temperature=1.0):

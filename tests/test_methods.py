@@ -16,6 +16,7 @@ from oracles import (
     MASK,
     RELEASED,
     TEXT,
+    OneBlock,
     estimates_of,
     exact_elbo,
     made_batch,
@@ -64,6 +65,29 @@ def is_uniform(numbers, n):
 
 
 # --- likelihoods by enumeration -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["sdar", "llada", "dream"])
+def test_one_block_by_enumeration(family):
+    """625 completions, 24 orders, 15 masks: ELBO by orders = ELBO by masks <= exact; SPG's
+    bounds.
+    """
+    space = OneBlock(family)
+    orders, table = space.by_order(), space.by_mask()  # [24, 625], [15, 625, 4]
+    exact, elbo = orders.logsumexp(0) - math.log(24), orders.mean(0)
+    assert exact.exp().sum().item() == pytest.approx(1, abs=1e-10)
+    assert (elbo <= exact + 1e-10).all() and (exact - elbo).max() > 0.05
+    # 48 draws with each mask as often as it is likely: the expectation itself
+    each = lambda values: values.repeat_interleave(space.times, 0)
+    weights = space.patterns * 4.0 / space.patterns.sum(1, keepdim=True)  # [15, 4]
+    rows = made_rows(each(weights).expand(625, -1, -1), [1.0] * 625)
+    all48 = each(table).transpose(0, 1)
+    bounds = [4 * spg.estimate_logps(all48, rows, spg.Args(eubo_beta=b)) for b in (1, 1.5, 2, 4)]
+    lower, uppers = bounds[0][:, 0], torch.stack([bound[:, 1] for bound in bounds])
+    torch.testing.assert_close(lower, elbo, atol=1e-6, rtol=0)
+    assert (lower <= uppers[0] + 1e-6).all() and (uppers.diff(dim=0) >= -1e-10).all()
+    # Hoelder: an upper bound where beta >= the number of tokens, and not below
+    assert (exact <= uppers[3] + 1e-6).all() and (exact > uppers[1] + 1e-3).sum() > 20
 
 
 PROMPT, COMPLETION = [4, 1, 2, 3, 0, 1], [2, 0, 3, 1, 4, 0, 2, 2, 5]
