@@ -135,27 +135,21 @@ def policy_loss(estimates, old, ref, rows, args):
 
     -> loss, metrics
     """
-    L = rows.completion_mask.sum(1)
-    estimates, old, ref = estimates / L, old / L, ref if ref is None else ref / L
     # c: share of a sequence in the mean over all of the step
-    A, c = rows.advantages, torch.full_like(estimates, 1 / rows.batch.num_sequences)
-    # >>> shared: method_clip
-    ratio = (estimates - old).exp()
+    A, L, c = rows.advantages, rows.completion_mask.sum(1), 1 / rows.batch.num_sequences
+    ratio = ((estimates - old) / L).exp()
     clipped = ratio.clamp(1 - args.epsilon, 1 + args.epsilon)
-    policy = (-torch.minimum(ratio * A, clipped * A) * c).sum()
-    log_ratio = torch.zeros_like(estimates) if ref is None else ref - estimates
-    kl = ((log_ratio.expm1() - log_ratio) * c).sum()  # k3
-    metrics = {
+    policy = -torch.minimum(ratio * A, clipped * A).sum() * c
+    gap = torch.zeros_like(estimates) if ref is None else estimates - ref
+    kl = (gap**2 / (2 * L)).sum() * c  # k2 of the ratio per token would be L times less
+    return policy + args.beta * kl, {
         "loss/policy": policy,
         "loss/kl": kl,
-        "policy/ratio": (ratio * c).sum(),
-        "policy/clip_frac": ((clipped * A < ratio * A) * c).sum(),
-        "policy/weight": c.sum(),
+        "policy/elbo": estimates.sum() * c,
+        "policy/ratio": ratio.sum() * c,
+        "policy/clip_frac": (clipped * A < ratio * A).sum() * c,
+        "policy/weight": torch.ones_like(A).sum() * c,
     }
-    # <<< shared: method_clip
-    kl = (log_ratio.square() / 2 * L * c).sum()  # k2 of the whole: L times that of a token
-    metrics |= {"loss/kl": kl, "policy/elbo": (estimates * L * c).sum()}
-    return policy + args.beta * kl, metrics
 
 
 # >>> shared: reference
