@@ -170,25 +170,21 @@ def policy_loss(estimates, old, ref, rows, args):
 
     estimates, old, ref [R, L] -> loss, metrics
     """
+    A, c = rows.advantages[:, None], rows.weights[:, 0] / rows.batch.num_sequences  # [R, 1], [R, L]
     # L / M: tokens of the completion over masked tokens
-    A = rows.advantages[:, None] * rows.weights.shape[2] / rows.masked.sum(2)  # [R, 1]
-    c = rows.weights[:, 0] / rows.batch.num_sequences  # [R, L]
-    # >>> shared: method_clip
+    scale = rows.weights.shape[2] / rows.masked.sum(2).to(estimates.dtype)  # [R, 1]
     ratio = (estimates - old).exp()
     clipped = ratio.clamp(1 - args.epsilon, 1 + args.epsilon)
-    policy = (-torch.minimum(ratio * A, clipped * A) * c).sum()
+    policy = (-torch.minimum(ratio * A, clipped * A) * scale * c).sum()
     log_ratio = torch.zeros_like(estimates) if ref is None else ref - estimates
-    kl = ((log_ratio.expm1() - log_ratio) * c).sum()  # k3
-    metrics = {
+    kl = (log_ratio.square() / 2 * c).sum()  # k2
+    return policy + args.beta * kl, {
         "loss/policy": policy,
         "loss/kl": kl,
         "policy/ratio": (ratio * c).sum(),
         "policy/clip_frac": ((clipped * A < ratio * A) * c).sum(),
         "policy/weight": c.sum(),
     }
-    # <<< shared: method_clip
-    metrics["loss/kl"] = kl = (log_ratio.square() / 2 * c).sum()  # k2 in its place
-    return policy + args.beta * kl, metrics
 
 
 # >>> shared: parallelize

@@ -48,7 +48,7 @@ METHODS = {
         },
     ),
     "cj_grpo": Method(481, {"llada": LORA | TWO | EOSER}),
-    "mdpo": Method(961, {"llada": TWO | {"train_steps": 3, "remasking": "rcr"}}, BIDIRECTIONAL),
+    "mdpo": Method(1084, {"llada": TWO | {"train_steps": 3, "remasking": "rcr"}}, BIDIRECTIONAL),
     "espo": Method(569, {"llada": TWO | {"ref_sync_steps": 1, "epsilon": 4e-4}}),
     "gdpo": Method(452, {"sdar": TWO | {"mc_num": 2}}),
     "ebpo": Method(520, {"sdar": TWO | {"mc_num": 3}}, BLOCK),
