@@ -97,7 +97,6 @@ REFUSALS = {
     "algos/vrpo.py --data docs": "docs/train.jsonl: no such file",
     "evals/report.py docs": "docs: no directory with metrics.jsonl or samples.jsonl",
     "evals/run.py --resume TMP/wide": "wide is no evaluation",
-    "evals/run.py --model tiny-sdar --tasks countdown --factor 2": "--factor 2.0 needs --remasking",
     "algos/bgpo.py --resume TMP": "config.json is missing or damaged",
     # files of a user
     **{f"algos/d1.py --reward TMP/{reward} {ALGO}": said for reward, said in OWN.items()},
