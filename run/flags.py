@@ -20,8 +20,8 @@ from models import is_tiny, sampling_facts
 # tasks whose own problems have prompts without words, for the tiny models -> the preset with words
 WORDED = {"countdown": "cd3", "sudoku": "sudoku4-tags"}
 # flags that --resume may change; it does not look at --out
-CHANGEABLE = """max_steps track resume dead_steps plan reward_errors out
-micro_batch_size sequence_parallel activation_checkpointing""".split()  # the last: other GPUs
+CHANGEABLE = ("max_steps", "track", "resume", "dead_steps", "plan", "reward_errors", "out")
+CHANGEABLE += ("micro_batch_size", "sequence_parallel", "activation_checkpointing")  # other GPUs
 MAX = (1 << 31) - 1  # of numbers: a seed times 2^32 has 63 bits
 EPS = 1e-6  # an open end of a range
 # of a field in the source: a title above it; its name and what it is
