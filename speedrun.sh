@@ -4,8 +4,8 @@
 #   make speedrun                            Qwen2.5-Coder-0.5B-Instruct and GSM8K, from the hub
 #   make speedrun MODEL=DIR OUT=runs/mine TRAIN=train.jsonl TEST=test.jsonl BLOCK=8 GPUS=2
 #
-# Prints each command before it runs it. Called again, it continues where it stopped. With lmdeploy
-# (requirements-gpu.txt) the autoregressive model samples ten times as fast.
+# Prints each command before it runs it. Called again, it continues where it stopped. Install
+# lmdeploy (requirements-gpu.txt): without it the autoregressive model samples slowly.
 set -euo pipefail
 cd "$(dirname "$0")"
 MODEL=${MODEL:-Qwen/Qwen2.5-Coder-0.5B-Instruct} # directory or hub id: Qwen2, Qwen3 or Llama
