@@ -100,13 +100,12 @@ class FastMaskedEngine(MaskedEngine):
             memory = self.memory = Memory(tokens, self.device, self.use_graphs)
         row = F.pad(torch.arange(R, device=self.device), (0, rows - R))  # repeats the first row
         fixed = {"sample_index": block.sample_index[row], "memory": memory}
-        for name, fill in ("tokens", 0), ("positions", 0), ("bias", -math.inf):
+        for name, fill in ("tokens", 0), ("positions", 0), ("offset", 0), ("bias", -math.inf):
             values = F.pad(getattr(block, name)[row], (more, 0), value=fill)
             fixed[name] = memory.view(name, values, values.shape).copy_(values)
         if not fixed["bias"].any():  # SDPA is faster without
             fixed["bias"] = None
-        fixed |= {"prompt_length": block.prompt_length + more, "first": block.first + more}
-        wide = FixedBlock(**vars(block) | fixed)
+        wide = FixedBlock(**vars(block) | fixed | {"first": block.first + more})
         *results, history = super()._denoise(wide, settings)
         cut = lambda values: [value[:R] for value in values]
         return *cut(results), [(step, *cut(values)) for step, *values in history]

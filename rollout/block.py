@@ -26,8 +26,6 @@ from rollout.engine import RULES, CurrentBlock, Engine
 
 @dataclass
 class CachedBlock(CurrentBlock):
-    """Its positions are below 0 on padding."""
-
     cache: list  # keys and values [R, K, S, h] of each layer
 
     def forward(self, first, width, window):
@@ -84,9 +82,5 @@ class BlockEngine(Engine):
 
         self.model.hidden(prompts, position_ids, attend)
 
-    def _block(self, cache, samples, start, quota, first_step, settings):
-        tokens, positions, offset, index = samples
-        prompt_length = start - offset[:, start, None]
-        return CachedBlock(
-            self.model, tokens, positions, index, prompt_length, start, quota, first_step, cache
-        )
+    def _block(self, cache, settings, *fields):
+        return CachedBlock(*fields, cache)

@@ -4,7 +4,6 @@ the loops over blocks and denoising steps, loading of weights.
 
 import math
 import sys
-from collections import namedtuple
 from dataclasses import asdict, dataclass
 from functools import partial
 
@@ -166,11 +165,6 @@ def truncate(logits, temperature, top_k=0, top_p=1.0):
     return logits
 
 
-# Of each row: tokens [R, S]; positions in the text [R, S], below 0 on padding; places in the
-# completion [R, S], below 0 in the prompt; number of the sample [R]
-Samples = namedtuple("Samples", "tokens position offset index")
-
-
 @dataclass
 class CurrentBlock:
     """One block in each of R rows that are denoised together. A subclass adds
@@ -179,9 +173,9 @@ class CurrentBlock:
 
     model: object
     tokens: torch.Tensor  # [R, S] int64, prompts padded on the left and completions
-    positions: torch.Tensor  # [R, S] int64
+    positions: torch.Tensor  # [R, S] int64, below 0 on padding
+    offset: torch.Tensor  # [R, S] int64, places in the completion, below 0 in the prompt
     sample_index: torch.Tensor  # [R] int64
-    prompt_length: int | torch.Tensor  # columns before the completions, of all rows or [R, 1]
     first: int  # first column of the block
     quota: list  # tokens to reveal at each step
     first_step: int  # number of steps in earlier blocks
@@ -192,8 +186,7 @@ class Engine:
 
     A subclass knows the attention pattern. `_generate` calls what it defines:
         _prefill(prompts, pads, owner, width) -> cache, keys and values [N, ...] per layer
-        _block(cache, samples, start, quota, first_step, settings) -> the CurrentBlock that begins
-            at column `start` of some rows
+        _block(cache, settings, *fields) -> a CurrentBlock of these fields
     """
 
     # the values that this engine accepts
@@ -413,7 +406,7 @@ class Engine:
         tokens, pads, first, end = (values[owner] for values in (tokens, pads, first, end))
         column = torch.arange(width, device=device)
         offset = column - first[:, None]
-        samples = Samples(tokens, column - pads[:, None], offset, sample_index)
+        samples = tokens, column - pads[:, None], offset, sample_index
         step_map, num_forwards = torch.full_like(tokens, -1), torch.zeros_like(sample_index)
         logps = torch.zeros_like(tokens, dtype=torch.promote_types(self.dtype, torch.float32))
         if canvas:  # a part of a rollout
@@ -431,8 +424,8 @@ class Engine:
                 break
             stop = start + sum(quota)
             here = row, slice(start, stop)
-            live = Samples(*(values[row] for values in samples))
-            block = self._block(cache, live, start, quota, first_step, settings)
+            live = [values[row] for values in samples]
+            block = self._block(cache, settings, self.model, *live, start, quota, first_step)
             tokens[here], steps, new_logps, forwards, changes = self._denoise(block, settings)
             # NaN counts as the highest confidence, so it has been revealed and is found here.
             if (broken := ~new_logps.isfinite().all(1)).any():
@@ -487,9 +480,8 @@ class Engine:
         # rcr: confidences of the block's tokens, and how many of them stay after this step
         running, due = logps, 0
         uniform = partial(self.keyed_uniform, settings["seed"], block.sample_index[:, None])
-        columns = torch.arange(block.first, block.tokens.shape[1], device=self.device)
         # places in the completion: of the block, and of the masks behind it
-        inside, behind = (columns - block.prompt_length).tensor_split([n], -1)
+        inside, behind = block.offset[:, block.first :].tensor_split([n], 1)
         window = None  # the first forward of a block runs all columns
         edits = settings["editing_threshold"] is not None
         working, post_steps = masked.any(1), 0  # rows that need more forwards
@@ -506,7 +498,7 @@ class Engine:
                 drawing = torch.cat([masked, masked.any(1, keepdim=True).expand(more.shape)], 1)
                 draws = torch.cat([draws, more], 1)
             hidden = block.forward(block.first, draws.shape[1], window)
-            window = {"none": None, "prefix": len(columns), "dual": n}[settings["cache"]]
+            window = {"none": None, "prefix": n + behind.shape[1], "dual": n}[settings["cache"]]
             drawn = self._sample(hidden.flatten(0, 1), draws.flatten(), settings)
             drawn = [values.view(draws.shape) for values in drawn]
             replay = step if self.is_block else number

@@ -93,9 +93,7 @@ class MaskedEngine(Engine):
     def _prefill(self, *prompts):
         return []  # every block runs the prompt anew
 
-    def _block(self, cache, samples, start, quota, first_step, settings):
-        position, kept = samples.position, None if settings["cache"] == "none" else {}  # a new one
-        bias = (position >= 0)[:, None, None].to(self.dtype).log()
-        P = samples.tokens.shape[1] - sum(map(sum, block_quotas(**settings)))
-        rows = samples.tokens, position.clamp(min=0), samples.index
-        return MaskedBlock(self.model, *rows, P, start, quota, first_step, bias, kept)
+    def _block(self, cache, settings, model, tokens, positions, *fields):
+        bias = (positions >= 0)[:, None, None].to(self.dtype).log()
+        kept = None if settings["cache"] == "none" else {}  # a new one
+        return MaskedBlock(model, tokens, positions.clamp(min=0), *fields, bias, kept)
