@@ -139,11 +139,6 @@ def confidence_of(logits, logps, temperature, remasking):
     return best - second
 
 
-def marked(where, tokens, logps):
-    """-> for a record: tokens, -1 elsewhere; logps, 0 elsewhere"""
-    return torch.where(where, tokens, -1).int(), logps.where(where, 0.0)
-
-
 def truncate(logits, temperature, top_k=0, top_p=1.0):
     """Keep the top_k most probable tokens (0: all), then of these the fewest whose probabilities
     under softmax(logits / temperature) reach top_p; tokens as probable as the last one kept stay
@@ -414,7 +409,7 @@ class Engine:
         history = None
         if settings["records"]:
             replays = num_replays(settings)
-            history = [values.repeat(replays, 1, 1) for values in (step_map.int(), logps)]
+            history = [values.repeat(replays, 1, 1) for values in (step_map, logps)]
 
         row = torch.arange(N, device=device)  # rows that are still generating
         start, first_step = prefilled, 0
@@ -435,7 +430,7 @@ class Engine:
             step_map[here] = torch.maximum(steps, step_map[here])
             logps[here] += new_logps
             num_forwards[row] += forwards
-            for number, *made in changes if history else ():
+            for number, *made in changes:
                 for kept, values in zip(history, made, strict=True):
                     kept[number, row, start : start + values.shape[1]] = values
 
@@ -470,7 +465,7 @@ class Engine:
         the confidence of its own draw.
         block: what `_block` returns
         -> tokens, step map, logps [R, n]; num_forwards [R]; for the records, of each step the
-        number of the forward that replays it (Trace.num_replays), tokens, -1 where none, and their
+        number of the forward that replays it (Trace.num_replays), tokens, -1 where none, and
         log-probabilities
         """
         remasking, kind, n = settings["remasking"], settings["records"], sum(block.quota)
@@ -503,7 +498,7 @@ class Engine:
             drawn = [values.view(draws.shape) for values in drawn]
             replay = step if self.is_block else number
             if kind in ("draws", "states"):
-                history.append((replay, *marked(drawing, *drawn[:2])))
+                history.append((replay, drawn[0].where(drawing, -1), drawn[1]))
             token, token_logps, confidence = (values[:, :n] for values in drawn)
             order = partial(uniform, inside, step, "order")
             score = self._score(confidence, token, number, order, settings)
@@ -529,7 +524,7 @@ class Engine:
             step_map, masked = step_map.masked_fill(new, step), ~stays
             working = working & new.any(1) if edits else masked.any(1)
             if kind == "events":
-                history.append((replay, *marked(new | again, ids, logps)))
+                history.append((replay, ids.where(new | again, -1), logps))
         # with editing the last forward may be the commit, which changes nothing
         return ids, step_map, logps, num_forwards, history[: num_replays(settings)]
 
