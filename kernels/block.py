@@ -321,8 +321,7 @@ class FastBlockEngine(BlockEngine):
         offset = at - first[:, None]
         key = slots.seed, index[:, None], offset, step[:, None]
         uniform = self.keyed_uniform(*key, "token")
-        draws = self._sample(hidden.flatten(0, 1), uniform.flatten(), rule)
-        drawn, logps, confidence = (values.view(at.shape) for values in draws)
+        drawn, logps, confidence = self._sample(hidden, uniform, rule)
         if rule["remasking"] == "random":
             confidence = self.keyed_uniform(*key, "order").to(logps.dtype)
         base, remainder = divmod(n, rule["denoising_steps"])

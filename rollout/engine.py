@@ -494,8 +494,7 @@ class Engine:
                 draws = torch.cat([draws, more], 1)
             hidden = block.forward(block.first, draws.shape[1], window)
             window = {"none": None, "prefix": n + behind.shape[1], "dual": n}[settings["cache"]]
-            drawn = self._sample(hidden.flatten(0, 1), draws.flatten(), settings)
-            drawn = [values.view(draws.shape) for values in drawn]
+            drawn = self._sample(hidden, draws, settings)
             replay = step if self.is_block else number
             if kind in ("draws", "states"):
                 history.append((replay, drawn[0].where(drawing, -1), drawn[1]))
@@ -579,9 +578,12 @@ class Engine:
         return trace
 
     def _sample(self, hidden, uniform, settings):
-        """hidden [M, D], uniform [M] -> tokens, logps, confidence [M]. The mask is never drawn."""
+        """hidden [R, n, D], uniform [R, n] -> tokens, logps, confidence [R, n]. The mask is never
+        drawn.
+        """
         parts, temperature, rule = [], settings["temperature"], settings["remasking"]
-        for some, u in zip(hidden.split(HEAD_ROWS), uniform.split(HEAD_ROWS), strict=True):
+        split = hidden.flatten(0, 1).split(HEAD_ROWS), uniform.flatten().split(HEAD_ROWS)
+        for some, u in zip(*split, strict=True):
             logits = self.model.lm_head(some)
             logits[:, self.model.mask_token_id] = -math.inf
             if settings["eos_policy"] == "suppress":
@@ -594,4 +596,4 @@ class Engine:
             draws = self.sample_categorical(kept, u, temperature, from_draw)
             sure = -draws[2] if from_draw else confidence_of(logits, draws[1], temperature, rule)
             parts.append((*draws[:2], sure))
-        return tuple(torch.cat(values) for values in zip(*parts, strict=True))
+        return [torch.cat(values).view(uniform.shape) for values in zip(*parts, strict=True)]
