@@ -31,7 +31,7 @@ from kernels import speed_up_draws
 from kernels.decode import cached_attention
 from kernels.graphs import Graphs, can_record
 from models.experts import Experts
-from rollout.block import BlockEngine
+from rollout.block import BlockEngine, empty_cache
 from rollout.engine import ADAPTIVE, BROKEN, select
 from rollout.sampling import int64
 from rollout.traces import num_replays
@@ -63,7 +63,7 @@ class Slots:
     """
 
     def __init__(self, model, N, R, S, history, device, dtype):
-        config, empty = model.config, partial(torch.zeros, device=device)
+        empty = partial(torch.zeros, device=device)
         self.sizes = N, R, S, history
         self.state = empty(len(State._fields), N, dtype=torch.long)
         self.canvas = empty(3, N, S, dtype=torch.long)
@@ -72,10 +72,7 @@ class Slots:
         self.history = tokens, empty(tokens.shape, dtype=self.logps.dtype)
         self.seed, self.sample = empty((), dtype=torch.long), empty(R, dtype=torch.long)
         self.eos = empty(len(model.eos_token_ids), dtype=torch.long)
-        # Zeros: what is not yet written has weight 0 in the attention, but 0 times NaN is NaN.
-        shape = R, config.num_key_value_heads, S, config.head_dim
-        new = partial(empty, shape, dtype=dtype)
-        self.cache = [(new(), new()) for _ in range(config.num_hidden_layers)]
+        self.cache = empty_cache(model, R, S, dtype)
 
     def fill(self, model, prompt_ids, owner, sample_index, settings, known):
         """The state of N samples before their first step; known: as `canvas` of _generate. Entries
@@ -270,21 +267,12 @@ class FastBlockEngine(BlockEngine):
         together = max(1, PREFILL // max(1, longest))
         for some in (new[k : k + together] for k in range(0, len(new), together)):
             rows = [(r, some.index(owners[i])) for r, i in pairs if owners[i] in some]
-            prompts = [whole[owner] for owner in some]
-            self._prefill_slots(slots.cache, prompts, *zip(*rows, strict=True))
-
-    def _prefill_slots(self, cache, prompts, slots, owner):
-        """Write keys and values of prompts (1-D tensors, whole blocks) into the cache: those of
-        prompts[owner[i]] into slots[i].
-
-        Shorter prompts are padded on the right. No block of the prompt sees the padding, and every
-        later block overwrites its own positions before they are read.
-        """
-        ids = pad_sequence(prompts, True, self.model.mask_token_id)  # [U, P]
-        if ids.shape[1] == 0:
-            return
-        slots, owner = to_device(slots, self.device), to_device(owner, self.device)
-        self._write_prompts(ids, torch.ones_like(ids).bool(), cache, slots, owner)
+            to_slot = (to_device(values, self.device) for values in zip(*rows, strict=True))
+            # Shorter prompts are padded on the right. No block of the prompt sees the padding, and
+            # every later block overwrites its own positions before they are read.
+            prompts = pad_sequence([whole[owner] for owner in some], True, self.model.mask_token_id)
+            valid = torch.ones_like(prompts, dtype=torch.bool)
+            self._write_prompts(prompts, valid, slots.cache, *to_slot)
 
     # --- the device: one step ---------------------------------------------------------------------
 

@@ -24,6 +24,16 @@ from models.attention import attention, block_causal, make_attend
 from rollout.engine import RULES, CurrentBlock, Engine
 
 
+def empty_cache(model, rows, width, dtype):
+    """-> keys and values [rows, K, width, h] of each layer. Zeros: columns that are not yet written
+    have weight 0 in the attention, and 0 times NaN would be NaN.
+    """
+    config, layers = model.config, range(model.config.num_hidden_layers)
+    shape = 2, rows, config.num_key_value_heads, width, config.head_dim
+    device = model.lm_head.weight.device
+    return [torch.zeros(shape, dtype=dtype, device=device).unbind() for _ in layers]
+
+
 @dataclass
 class CachedBlock(CurrentBlock):
     cache: list  # keys and values [R, K, S, h] of each layer
@@ -58,20 +68,17 @@ class BlockEngine(Engine):
         prompts [U, prefilled]: the whole blocks, padded on the left by pads [U]; row i of the N
         samples continues prompts[owner[i]] -> the cache: keys, values [N, K, width, h] per layer
         """
-        config, prefilled = self.model.config, prompts.shape[1]
-        # Zeros: columns never written have weight 0 in the attention, and 0 times NaN would be NaN.
-        shape = len(owner), config.num_key_value_heads, width, config.head_dim
-        empty = lambda: torch.zeros(shape, dtype=self.dtype, device=self.device)
-        cache = [(empty(), empty()) for _ in range(config.num_hidden_layers)]
-        if prefilled:
-            valid = torch.arange(prefilled, device=self.device) >= pads[:, None]
-            self._write_prompts(prompts, valid, cache, slice(None), owner)
+        cache = empty_cache(self.model, len(owner), width, self.dtype)
+        valid = torch.arange(prompts.shape[1], device=self.device) >= pads[:, None]
+        self._write_prompts(prompts, valid, cache, slice(None), owner)
         return cache
 
     def _write_prompts(self, prompts, valid, cache, rows, owner):
         """Forward prompts [U, P], whole blocks, valid [U, P] without padding, and write keys and
         values of prompts[owner[i]] into row rows[i] of the cache.
         """
+        if not prompts.shape[1]:
+            return
         position_ids, block_ids = self.model.grid(valid)
         attend_prompt = make_attend(block_causal(block_ids, valid))
 

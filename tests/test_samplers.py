@@ -525,7 +525,7 @@ def test_joined_commits_save_forwards(small_buckets):
 @pytest.mark.fast
 def test_slots_are_refilled_and_prompts_prefilled_once(small_buckets, monkeypatch):
     engine, live, prefilled = fast_of(shared("sdar"), 4), [], []
-    step, prefill = engine._step, engine._prefill_slots
+    step, prefill = engine._step, engine._write_prompts
 
     def watched(slots, R, *rest):
         row = slots.sample[:R]
@@ -533,11 +533,11 @@ def test_slots_are_refilled_and_prompts_prefilled_once(small_buckets, monkeypatc
         live.append(int((slots.state[0, row] < slots.state[1, row]).sum()))
         step(slots, R, *rest)
 
-    fill = lambda cache, prompts, *rest: (
-        prefilled.extend(ids.tolist() for ids in prompts) or prefill(cache, prompts, *rest)
+    fill = lambda prompts, *rest: (
+        prefilled.extend(ids[ids != M].tolist() for ids in prompts) or prefill(prompts, *rest)
     )
     monkeypatch.setattr(engine, "_step", watched)
-    monkeypatch.setattr(engine, "_prefill_slots", fill)
+    monkeypatch.setattr(engine, "_write_prompts", fill)
     prompts = prompts_of([9, 4, 12, 8])
     engine.generate(prompts, **OPTIONS | {"num_samples": 6})
     assert prefilled == [prompt[: len(prompt) // 4 * 4] for prompt in prompts]
