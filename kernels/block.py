@@ -62,17 +62,18 @@ class Slots:
     positions. history: tokens and logps [history, N, S] of each step, for Trace.records; 0: none.
     """
 
-    def __init__(self, model, N, R, S, history, device, dtype):
-        empty = partial(torch.zeros, device=device)
+    def __init__(self, model, N, R, S, history):
+        weight = model.lm_head.weight
+        empty = partial(torch.zeros, device=weight.device)
         self.sizes = N, R, S, history
         self.state = empty(len(State._fields), N, dtype=torch.long)
         self.canvas = empty(3, N, S, dtype=torch.long)
-        self.logps = empty(N, S, dtype=torch.promote_types(dtype, torch.float32))
+        self.logps = empty(N, S, dtype=torch.promote_types(weight.dtype, torch.float32))
         tokens = empty(history, N, S, dtype=torch.int32)
         self.history = tokens, empty(tokens.shape, dtype=self.logps.dtype)
         self.seed, self.sample = empty((), dtype=torch.long), empty(R, dtype=torch.long)
         self.eos = empty(len(model.eos_token_ids), dtype=torch.long)
-        self.cache = empty_cache(model, R, S, dtype)
+        self.cache = empty_cache(model, R, S)
 
     def fill(self, model, prompt_ids, owner, sample_index, settings, known):
         """The state of N samples before their first step; known: as `canvas` of _generate. Entries
@@ -176,7 +177,7 @@ class FastBlockEngine(BlockEngine):
         sizes = tuple(map(max, have, sizes))
         if sizes != have:
             self.release()  # the old ones make room
-            self.slots = Slots(self.model, *sizes, self.device, self.dtype)
+            self.slots = Slots(self.model, *sizes)
         self.graphs = (self.graphs or Graphs(self.device)) if self.use_graphs else None
         return self.slots
 

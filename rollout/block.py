@@ -24,14 +24,13 @@ from models.attention import attention, block_causal, make_attend
 from rollout.engine import RULES, CurrentBlock, Engine
 
 
-def empty_cache(model, rows, width, dtype):
+def empty_cache(model, rows, width):
     """-> keys and values [rows, K, width, h] of each layer. Zeros: columns that are not yet written
     have weight 0 in the attention, and 0 times NaN would be NaN.
     """
-    config, layers = model.config, range(model.config.num_hidden_layers)
+    config, weight = model.config, model.lm_head.weight
     shape = 2, rows, config.num_key_value_heads, width, config.head_dim
-    device = model.lm_head.weight.device
-    return [torch.zeros(shape, dtype=dtype, device=device).unbind() for _ in layers]
+    return [weight.new_zeros(shape).unbind() for _ in range(config.num_hidden_layers)]
 
 
 @dataclass
@@ -68,7 +67,7 @@ class BlockEngine(Engine):
         prompts [U, prefilled]: the whole blocks, padded on the left by pads [U]; row i of the N
         samples continues prompts[owner[i]] -> the cache: keys, values [N, K, width, h] per layer
         """
-        cache = empty_cache(self.model, len(owner), width, self.dtype)
+        cache = empty_cache(self.model, len(owner), width)
         valid = torch.arange(prompts.shape[1], device=self.device) >= pads[:, None]
         self._write_prompts(prompts, valid, cache, slice(None), owner)
         return cache
