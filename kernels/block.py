@@ -33,7 +33,7 @@ from kernels.graphs import Graphs, can_record
 from models.experts import Experts
 from rollout.block import BlockEngine, empty_cache
 from rollout.engine import ADAPTIVE, BROKEN, select
-from rollout.sampling import int64
+from rollout.sampling import int64, keyed_uniform
 from rollout.traces import num_replays
 
 # Shapes are rounded up, so that few graphs serve all: cache widths to multiples of WIDTHS, the
@@ -309,10 +309,10 @@ class FastBlockEngine(BlockEngine):
         masked = masked.bool() & live[:, None]
         offset = at - first[:, None]
         key = slots.seed, index[:, None], offset, step[:, None]
-        uniform = self.keyed_uniform(*key, "token")
+        uniform = keyed_uniform(*key, "token")
         drawn, logps, confidence = self._sample(hidden, uniform, rule)
         if rule["remasking"] == "random":
-            confidence = self.keyed_uniform(*key, "order").to(logps.dtype)
+            confidence = keyed_uniform(*key, "order").to(logps.dtype)
         base, remainder = divmod(n, rule["denoising_steps"])
         quota = (base + (step < remainder))[:, None]  # `reveal_quota` at each row's own step
         chosen = select(confidence, masked, quota, **rule)

@@ -202,8 +202,7 @@ class Engine:
     refills = False
     # bytes on the GPU after the last make_room, None: there was none; most that an update took more
     held, need = None, 0
-    # the fast engines replace both by Triton kernels
-    keyed_uniform = staticmethod(keyed_uniform)
+    # a Triton kernel on CUDA
     sample_categorical = staticmethod(sample_categorical)
 
     def __init__(self, model, max_batch_size):
@@ -474,7 +473,7 @@ class Engine:
         masked, logps, history = ids == self.model.mask_token_id, 0.0 * ids, []
         # rcr: confidences of the block's tokens, and how many of them stay after this step
         running, due = logps, 0
-        uniform = partial(self.keyed_uniform, settings["seed"], block.sample_index[:, None])
+        uniform = partial(keyed_uniform, settings["seed"], block.sample_index[:, None])
         # places in the completion: of the block, and of the masks behind it
         inside, behind = block.offset[:, block.first :].tensor_split([n], 1)
         window = None  # the first forward of a block runs all columns

@@ -73,11 +73,13 @@ def every_path(model, rule):
         return tokens, logps.gather(1, tokens[:, None])[:, 0], *more
 
     engine = make_engine(model, max_batch_size=samples)
-    engine.keyed_uniform, engine.sample_categorical = digit, draw
-    return engine.generate(
-        [PROMPT], num_samples=samples, gen_length=4, block_length=2, denoising_steps=2,
-        temperature=T, remasking=rule, confidence_threshold=0.5, records="draws",
-    )  # fmt: skip
+    engine.sample_categorical = draw
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("rollout.engine.keyed_uniform", digit)
+        return engine.generate(
+            [PROMPT], num_samples=samples, gen_length=4, block_length=2, denoising_steps=2,
+            temperature=T, remasking=rule, confidence_threshold=0.5, records="draws",
+        )  # fmt: skip
 
 
 CASES = [("sdar", rule) for rule in REMASKING]
