@@ -27,7 +27,6 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from distributed.disk import progress
-from kernels import speed_up_draws
 from kernels.decode import cached_attention
 from kernels.graphs import Graphs, can_record
 from models.experts import Experts
@@ -144,7 +143,6 @@ class FastBlockEngine(BlockEngine):
         super().__init__(model, max_batch_size)
         self.release()
         self.use_graphs = can_record(model)
-        speed_up_draws(self)
         is_mixture = any(isinstance(module, Experts) for module in model.modules())
         self.ridge = 0 if is_mixture else RIDGE  # more tokens would activate more experts
 

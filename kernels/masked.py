@@ -20,7 +20,6 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from kernels import speed_up_draws
 from kernels.decode import cached_attention
 from kernels.graphs import Graphs, can_record
 from models.attention import fast_attention
@@ -87,7 +86,6 @@ class FastMaskedEngine(MaskedEngine):
     def __init__(self, model, max_batch_size):
         super().__init__(model, max_batch_size)
         self.memory, self.use_graphs = None, can_record(model)
-        speed_up_draws(self)
 
     def release(self):
         self.memory = None

@@ -725,7 +725,7 @@ def test_graphs_of_masked_decoding_draw_what_eager_forwards_draw(family, cache):
     """bf16: the same tokens, run after run, with other weights too."""
     model = model_of(SIZES[family], scale=1, seed=1, dtype=torch.bfloat16).cuda()
     graphs = make_engine(model)
-    eager = type(graphs)(model, 256)
+    eager = make_engine(model)
     eager.use_graphs = False
     for prompts in ([5, 31, 17], [40, 40], [5, 31, 17]):
         options = dict(gen_length=32, block_length=8, denoising_steps=4, num_samples=2, cache=cache)
