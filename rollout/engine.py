@@ -590,9 +590,10 @@ class Engine:
             kept = logits
             if temperature:
                 kept = truncate(logits, temperature, settings["top_k"], settings["top_p"])
-            # before truncation the draw computes the entropy anyway
-            from_draw = kept is logits and rule in ENTROPIES
-            draws = self.sample_categorical(kept, u, temperature, from_draw)
-            sure = -draws[2] if from_draw else confidence_of(logits, draws[1], temperature, rule)
-            parts.append((*draws[:2], sure))
+            token, logps, entropy = self.sample_categorical(kept, u, temperature)
+            if kept is logits and rule in ENTROPIES:
+                confidence = -entropy
+            else:  # the entropy is that before truncation
+                confidence = confidence_of(logits, logps, temperature, rule)
+            parts.append((token, logps, confidence))
         return [torch.cat(values).view(uniform.shape) for values in zip(*parts, strict=True)]
