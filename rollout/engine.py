@@ -121,24 +121,6 @@ def select(
     return order.argsort(dim=1) < number
 
 
-def confidence_of(logits, logps, temperature, remasking):
-    """How sure the model is of each row, which decides the order of reveals.
-
-    logits [M, V], -inf where banned, before top-k and top-p; logps [M] of the drawn tokens.
-    entropy, entropy_bounded: the negative entropy in nats of softmax(logits / temperature).
-    topk_margin: its best probability minus the second best. Neither depends on the draw, so the sum
-    of a trace's logps is the exact log-likelihood of its trajectory. Every other rule: the
-    probability with which the drawn token was sampled. -> [M]
-    """
-    if remasking not in (*ENTROPIES, "topk_margin"):
-        return logps.exp()
-    p = (logits.to(logps.dtype) / (temperature or 1.0)).softmax(-1)
-    if remasking in ENTROPIES:
-        return -torch.special.entr(p).sum(-1)
-    best, second = p.topk(2).values.unbind(-1)
-    return best - second
-
-
 def truncate(logits, temperature, top_k=0, top_p=1.0):
     """Keep the top_k most probable tokens (0: all), then of these the fewest whose probabilities
     under softmax(logits / temperature) reach top_p; tokens as probable as the last one kept stay
@@ -579,6 +561,12 @@ class Engine:
     def _sample(self, hidden, uniform, settings):
         """hidden [R, n, D], uniform [R, n] -> tokens, logps, confidence [R, n]. The mask is never
         drawn.
+
+        Confidence, how sure the model is of each token, decides the order of reveals. entropy,
+        entropy_bounded: the negative entropy in nats of softmax(logits / temperature) before top-k
+        and top-p. topk_margin: its best probability minus the second best. Neither depends on the
+        draw, so the sum of a trace's logps is the exact log-likelihood of its trajectory. Every
+        other rule: the probability with which the drawn token was sampled.
         """
         parts, temperature, rule = [], settings["temperature"], settings["remasking"]
         split = hidden.flatten(0, 1).split(HEAD_ROWS), uniform.flatten().split(HEAD_ROWS)
@@ -590,10 +578,13 @@ class Engine:
             kept = logits
             if temperature:
                 kept = truncate(logits, temperature, settings["top_k"], settings["top_p"])
-            token, logps, entropy = self.sample_categorical(kept, u, temperature)
-            if kept is logits and rule in ENTROPIES:
-                confidence = -entropy
-            else:  # the entropy is that before truncation
-                confidence = confidence_of(logits, logps, temperature, rule)
+            token, logps, _ = self.sample_categorical(kept, u, temperature)
+            confidence = logps.exp()
+            if rule in ENTROPIES:
+                confidence = -self.sample_categorical(logits, u, temperature)[2]
+            elif rule == "topk_margin":
+                p = (logits.to(logps.dtype) / (temperature or 1.0)).softmax(-1)
+                best, second = p.topk(2).values.unbind(-1)
+                confidence = best - second
             parts.append((token, logps, confidence))
         return [torch.cat(values).view(uniform.shape) for values in zip(*parts, strict=True)]
