@@ -156,7 +156,7 @@ class FastBlockEngine(BlockEngine):
         self._decode(slots, R, owner.tolist(), settings)
         state = State(*slots.state[:, :N].clone())
         canvas = slots.canvas[0, :N], slots.canvas[2, :N], slots.logps[:N]
-        history = [values[:, :N] for values in slots.history] if settings["records"] else None
+        history = [values[:, :N] for values in slots.history]
         return self._finish(
             prompt_ids, owner, canvas, history, state.first, state.end, state.index,
             state.forwards, settings,

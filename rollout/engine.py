@@ -535,7 +535,7 @@ class Engine:
         """Cut the completions out of the columns, [N, S] -> [N, L]. -> Trace
 
         canvas: tokens, step_map, logps [N, S]; history: tokens, -1 where none, and their logps
-        [K or more, N, S], or None; first, end [N]: columns of the completions
+        [K or more, N, S], where there are records; first, end [N]: columns of the completions
         """
         canvas_length = end - first
         on_canvas = below(canvas_length, int(canvas_length.max()))  # [N, L]
@@ -550,7 +550,7 @@ class Engine:
             [prompt_ids[i] for i in owner.tolist()], completion_ids, completion_mask, canvas_length,
             step_map, logps.where(step_map >= 0, 0.0), sample_index, num_forwards, settings,
         )  # fmt: skip
-        if history:  # behind the canvas those of column 0: none
+        if settings["records"]:  # behind the canvas those of column 0: none
             drawn, logps = (
                 values[: trace.num_replays].take_along_dim(at[None], 2).transpose(0, 1)
                 for values in history
