@@ -16,12 +16,10 @@ masks is forwarded again until a forward changes nothing. That forward is also t
 max_post_steps of these extra forwards may edit.
 """
 
-from dataclasses import dataclass
-
 import torch
 
 from models.attention import attention, block_causal, make_attend
-from rollout.engine import RULES, CurrentBlock, Engine
+from rollout.engine import RULES, Engine
 
 
 def empty_cache(model, rows, width):
@@ -31,28 +29,6 @@ def empty_cache(model, rows, width):
     config, weight = model.config, model.lm_head.weight
     shape = 2, rows, config.num_key_value_heads, width, config.head_dim
     return [weight.new_zeros(shape).unbind() for _ in range(config.num_hidden_layers)]
-
-
-@dataclass
-class CachedBlock(CurrentBlock):
-    cache: list  # keys and values [R, K, S, h] of each layer
-
-    def forward(self, first, width, window):
-        """Forward the block, `width` columns from `first` on. Each layer writes the block's keys
-        and values into the cache, then attends to all columns up to the end of the block. So the
-        next forward of the same block overwrites them. window: of bidirectional models, not used.
-        -> hidden states [R, n, D]
-        """
-        here, end = slice(first, first + width), first + width
-        visible = (self.positions >= 0)[:, None, None, :end]
-
-        def attend(layer, q, k, v):
-            for kept, new in zip(self.cache[layer], (k, v), strict=True):
-                kept[:, :, here] = new
-            keys, values = (kept[:, :, :end] for kept in self.cache[layer])
-            return attention(q, keys, values, visible)
-
-        return self.model.hidden(self.tokens[:, here], self.positions[:, here], attend)
 
 
 class BlockEngine(Engine):
@@ -88,5 +64,16 @@ class BlockEngine(Engine):
 
         self.model.hidden(prompts, position_ids, attend)
 
-    def _block(self, cache, settings, *fields):
-        return CachedBlock(*fields, cache)
+    def _forward(self, block, first, width, window):
+        """Each layer writes the block's keys and values into the cache, then attends to all columns
+        up to the end of the block. So the next forward of the same block overwrites them.
+        """
+        here, end = slice(first, first + width), first + width
+
+        def attend(layer, q, k, v):
+            for kept, new in zip(block.cache[layer], (k, v), strict=True):
+                kept[:, :, here] = new
+            keys, values = (kept[:, :, :end] for kept in block.cache[layer])
+            return attention(q, keys, values, block.bias[..., :end])
+
+        return self.model.hidden(block.tokens[:, here], block.positions[:, here], attend)

@@ -144,26 +144,28 @@ def truncate(logits, temperature, top_k=0, top_p=1.0):
 
 @dataclass
 class CurrentBlock:
-    """One block in each of R rows that are denoised together. A subclass adds
-    forward(first, width, window) -> hidden states [R, width, D] for the columns from `first` on.
-    """
+    """One block in each of R rows that are denoised together."""
 
-    model: object
     tokens: torch.Tensor  # [R, S] int64, prompts padded on the left and completions
-    positions: torch.Tensor  # [R, S] int64, below 0 on padding
+    positions: torch.Tensor  # [R, S] int64, 0 on padding
     offset: torch.Tensor  # [R, S] int64, places in the completion, below 0 in the prompt
+    bias: torch.Tensor  # [R, 1, 1, S], added to attention scores: -inf on padding, else 0
     sample_index: torch.Tensor  # [R] int64
     first: int  # first column of the block
     quota: list  # tokens to reveal at each step
     first_step: int  # number of steps in earlier blocks
+    # keys and values [R, K, S, h] of each layer; of a bidirectional model those of the block's
+    # first forward, by layer, or None where it keeps none
+    cache: list | dict | None
 
 
 class Engine:
     """Sampler whose `model` is its own copy of the weights.
 
-    A subclass knows the attention pattern. `_generate` calls what it defines:
+    A subclass knows the attention pattern. It defines:
         _prefill(prompts, pads, owner, width) -> cache, keys and values [N, ...] per layer
-        _block(cache, settings, *fields) -> a CurrentBlock of these fields
+        _forward(block, first, width, window) -> hidden states [R, width, D] for the columns from
+            `first` on; window: see rollout/masked.py
     """
 
     # the values that this engine accepts
@@ -382,7 +384,9 @@ class Engine:
         tokens, pads, first, end = (values[owner] for values in (tokens, pads, first, end))
         column = torch.arange(width, device=device)
         offset = column - first[:, None]
-        samples = tokens, column - pads[:, None], offset, sample_index
+        positions = column - pads[:, None]
+        bias = (positions >= 0)[:, None, None].to(self.dtype).log()
+        samples = tokens, positions.clamp(min=0), offset, bias, sample_index
         step_map, num_forwards = torch.full_like(tokens, -1), torch.zeros_like(sample_index)
         logps = torch.zeros_like(tokens, dtype=torch.promote_types(self.dtype, torch.float32))
         if canvas:  # a part of a rollout
@@ -401,7 +405,8 @@ class Engine:
             stop = start + sum(quota)
             here = row, slice(start, stop)
             live = [values[row] for values in samples]
-            block = self._block(cache, settings, self.model, *live, start, quota, first_step)
+            kept = cache if settings["cache"] == "none" else {}  # a new one
+            block = CurrentBlock(*live, start, quota, first_step, kept)
             tokens[here], steps, new_logps, forwards, changes = self._denoise(block, settings)
             # NaN counts as the highest confidence, so it has been revealed and is found here.
             if (broken := ~new_logps.isfinite().all(1)).any():
@@ -424,11 +429,11 @@ class Engine:
                 break
             # commit; with editing, the last forward of _denoise was the commit
             if self.is_block and settings["editing_threshold"] is None:
-                block.forward(start, stop - start, None)
+                self._forward(block, start, stop - start, None)
                 num_forwards[row] += goes_on
             if not goes_on.all():
                 row = row[goes_on]
-                cache = [(keys[goes_on], values[goes_on]) for keys, values in cache]
+                cache = cache and [(keys[goes_on], values[goes_on]) for keys, values in cache]
             start, first_step = stop, first_step + len(quota)
         canvas = tokens, step_map, logps
         return self._finish(
@@ -444,7 +449,6 @@ class Engine:
         mask of the block. The most confident tokens of the block stay, as many as the schedule has
         revealed up to this step; all others are masked again, earlier reveals too. A token keeps
         the confidence of its own draw.
-        block: what `_block` returns
         -> tokens, step map, logps [R, n]; num_forwards [R]; for the records, of each step the
         number of the forward that replays it (Trace.num_replays), tokens, -1 where none, and
         log-probabilities
@@ -473,7 +477,7 @@ class Engine:
                 more = uniform(behind, number, "guess")
                 drawing = torch.cat([masked, masked.any(1, keepdim=True).expand(more.shape)], 1)
                 draws = torch.cat([draws, more], 1)
-            hidden = block.forward(block.first, draws.shape[1], window)
+            hidden = self._forward(block, block.first, draws.shape[1], window)
             window = {"none": None, "prefix": n + behind.shape[1], "dual": n}[settings["cache"]]
             drawn = self._sample(hidden, draws, settings)
             replay = step if self.is_block else number
