@@ -103,7 +103,7 @@ class Slots:
         end = torch.minimum(end, zero + min(-(-part.stop // steps) * n, len(column)))
         step = (part.start - (start - zero) // n * steps).clamp(min=0)
         limit = part.stop - (end - n - zero) // n * steps
-        state = State(start, end, none, step, none, forwards, P, sample_index, limit)
+        state = start, end, none, step, none, forwards, P, sample_index, limit
         self.state[:, :N] = torch.stack(state)
 
     def copy(self, source, target, width):
@@ -339,5 +339,5 @@ class FastBlockEngine(BlockEngine):
         start, step, forwards = start + n * is_done, (step + live) * ~is_done, forwards + live
         slots.canvas[:, *here] = torch.stack([block, rest, step_map])
         slots.logps[here] = torch.where(chosen, logps, slots.logps[here])
-        state = State(start, end, broken, step, edits, forwards, first, index, limit)
+        state = start, end, broken, step, edits, forwards, first, index, limit
         slots.state[:, row] = torch.stack(state)

@@ -87,9 +87,7 @@ class SamplingSettings:
         return f"--{name.replace('_', '-')} {getattr(self, name)}"
 
 
-def select(
-    confidence, masked, quota, remasking, confidence_threshold, factor=1.0, eb_threshold=0.35, **_
-):
+def select(confidence, masked, quota, remasking, confidence_threshold, factor, eb_threshold, **_):
     """Which masked tokens of a block to reveal: the most confident ones; at equal confidence those
     at lower positions. "sequential" takes the lowest positions, whatever the confidence.
 
