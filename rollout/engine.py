@@ -389,10 +389,8 @@ class Engine:
         logps = torch.zeros_like(tokens, dtype=torch.promote_types(self.dtype, torch.float32))
         if canvas:  # a part of a rollout
             num_forwards = canvas.write_to((tokens, step_map, logps), first)
-        history = None
-        if settings["records"]:
-            replays = num_replays(settings)
-            history = [values.repeat(replays, 1, 1) for values in (step_map, logps)]
+        replays = num_replays(settings) if settings["records"] else 0
+        history = [values.repeat(replays, 1, 1) for values in (step_map, logps)]
 
         row = torch.arange(N, device=device)  # rows that are still generating
         start, first_step = prefilled, 0
@@ -521,8 +519,7 @@ class Engine:
             score = order().to(score.dtype)
         is_eos = lambda: among(token, self.model.eos_token_ids)
         if settings["eos_policy"] == "eoser":
-            num_steps = sum(map(len, block_quotas(**settings)))
-            weight = eoser_weight(step, num_steps, settings["schedule"])
+            weight = eoser_weight(step, num_replays(settings), settings["schedule"])
             score = torch.where(is_eos(), weight * score, score)
         if settings["alg_temp"]:
             gumbel = -(-order().clamp(min=2**-54).log()).log()
