@@ -158,7 +158,7 @@ class FastBlockEngine(BlockEngine):
         canvas = slots.canvas[0, :N], slots.canvas[2, :N], slots.logps[:N]
         history = [values[:, :N] for values in slots.history]
         return self._finish(
-            prompt_ids, owner, canvas, history, state.first, state.end, state.index,
+            prompt_ids, owner, canvas, history, state.first, state.end, sample_index,
             state.forwards, settings,
         )  # fmt: skip
 
@@ -189,7 +189,7 @@ class FastBlockEngine(BlockEngine):
         key = tuple(value for name, value in rule.items() if name not in varying)
         start, end, _ = slots.progress()()
         places = list(range(N, N + R))  # the sample in each slot; a finished one in a free slot
-        slots.sample[:R] = torch.arange(N, N + R, device=self.device)
+        self._place(slots, places, ())
         entered = launched = 0  # samples taken from the queue; steps
         unseen = None  # the progress of the last step
         is_live = lambda r: start[places[r]] < end[places[r]]
@@ -239,15 +239,13 @@ class FastBlockEngine(BlockEngine):
         free = [r for r in range(R) if r not in live]
         if source := [r for r in live if r >= R]:
             slots.copy(source, free[: len(source)], width)
-            pairs = [(r, places[old]) for r, old in zip(free, source, strict=False)]
-            self._place(slots, places, pairs)
+            self._place(slots, places, zip(free, [places[r] for r in source], strict=False))
 
     def _place(self, slots, places, pairs):
         """pairs: (slot, sample)"""
         for r, i in pairs:
             places[r] = i
-        r, i = (to_device(values, self.device) for values in zip(*pairs, strict=True))
-        slots.sample[r] = i
+        slots.sample[: len(places)] = to_device(places, self.device)
 
     def _enter(self, slots, places, free, samples, start, owners):
         """Put the next samples into free slots. What is before their first block is prefilled once
