@@ -179,19 +179,18 @@ class Trace:
         return row
 
     def draw(self, i, tokenizer):
-        """The first tokens of completion i, about 100 columns for a terminal, each over the
+        """The first scored tokens of completion i, about 100 columns for a terminal, each over the
         denoising step of its block that revealed it. Bars separate blocks.
         """
         prompt = f"prompt   {tokenizer.decode(self.prompt_ids[i])}"
         if self.step_map is None:
             return f"{prompt}\ntokens   {self.text(i, tokenizer)!r}"
-        blocks, top, bottom = self.blocks[i].tolist(), "tokens   ", "step     "
-        columns = blocks, self.completion_ids[i].tolist(), self.step_map[i].tolist()
-        before = blocks[0]
-        for block, token, step in zip(*columns, strict=True):
-            if step >= 0 and len(top) <= 100:
+        row, top, bottom = self.unmasking(i, tokenizer), "tokens   ", "step     "
+        before = row["blocks"][0]
+        for piece, block, step in zip(row["pieces"], row["blocks"], row["step_map"], strict=True):
+            if len(top) <= 100:
                 bar, before = "| " * (block != before), block
-                cells = repr(tokenizer.decode([token]))[1:-1], str(step + 1)  # newlines as \n
+                cells = repr(piece)[1:-1], str(step + 1)  # newlines as \n
                 width = max(map(len, cells)) + 1
                 top += bar + cells[0].ljust(width)
                 bottom += " " * len(bar) + cells[1].ljust(width)

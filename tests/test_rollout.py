@@ -184,13 +184,13 @@ def test_text_and_describe():
 
 
 def test_draw():
-    """Each token over the step that revealed it; the grid starts with the prompt; whole blocks."""
+    """Each scored token over the step that revealed it; the grid starts with the prompt."""
     tokenizer, steps = byte_tokenizer(), [[11, 0, 3, 1, 2]]
-    trace = trace_of([[97, 98, 256, 10, 100]], [3], prompts=[[258, 104, 259]], steps=steps)
+    trace = trace_of([[97, 98, 10, 256, 100]], [4], prompts=[[258, 104, 259]], steps=steps)
     assert [line.rstrip() for line in trace.draw(0, tokenizer).splitlines()] == [
         "prompt   <|user|>h<|assistant|>",
-        r"tokens   a  | b <|endoftext|> \n d",
-        "step     12   1 4             2  3",
+        r"tokens   a  | b \n <|endoftext|>",
+        "step     12   1 4  2",
     ]
 
 
