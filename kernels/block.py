@@ -151,7 +151,19 @@ class FastBlockEngine(BlockEngine):
 
     def _generate(self, prompt_ids, owner, sample_index, settings, canvas):
         N, R = len(owner), number_of_slots(min(len(owner), self.max_batch_size))
-        slots = self._open(N, R, max(map(len, prompt_ids)), settings)
+        n, longest = settings["block_length"], max(map(len, prompt_ids)) + settings["gen_length"]
+        width = -(-max(-(-longest // n), 2) * n // WIDTHS) * WIDTHS
+        # Behind the N samples are R finished ones: the contents of free slots.
+        sizes = N + R, R, width, num_replays(settings) + 1 if settings["records"] else 0
+        have = self.slots.sizes if self.slots else (0, 0, 0, 0)
+        # also for calls like the last: rollouts and evaluations take turns
+        sizes = tuple(map(max, have, sizes))
+        if sizes != have:
+            self.release()  # the old ones make room
+            self.slots = Slots(self.model, *sizes)
+        if self.use_graphs and not self.graphs:
+            self.graphs = Graphs(self.device)
+        slots = self.slots
         slots.fill(self.model, prompt_ids, owner, sample_index, settings, canvas)
         self._decode(slots, R, owner.tolist(), settings)
         state = State(*slots.state[:, :N].clone())
@@ -161,23 +173,6 @@ class FastBlockEngine(BlockEngine):
             prompt_ids, owner, canvas, history, state.first, state.end, sample_index,
             state.forwards, settings,
         )  # fmt: skip
-
-    def _open(self, N, R, longest, settings):
-        """-> slots for N samples, R at a time, of prompts up to `longest` tokens: those of the last
-        call if they are large enough
-        """
-        n = settings["block_length"]
-        width = -(-max(-(-(longest + settings["gen_length"]) // n), 2) * n // WIDTHS) * WIDTHS
-        # Behind the N samples are R finished ones: the contents of free slots.
-        sizes = N + R, R, width, num_replays(settings) + 1 if settings["records"] else 0
-        have = self.slots.sizes if self.slots else (0, 0, 0, 0)
-        # also for calls like the last: rollouts and evaluations take turns
-        sizes = tuple(map(max, have, sizes))
-        if sizes != have:
-            self.release()  # the old ones make room
-            self.slots = Slots(self.model, *sizes)
-        self.graphs = (self.graphs or Graphs(self.device)) if self.use_graphs else None
-        return self.slots
 
     # --- the host: which sample is in which slot, and the shape of the next step ------------------
 
