@@ -1,6 +1,6 @@
 """What a rollout returns: tokens, and the order in which they were revealed."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import repeat
 
 import torch
@@ -285,19 +285,22 @@ def concatenate(traces, pad_token_id):
     fills = {"completion_ids": pad_token_id, "completion_mask": False, "logps": 0.0}
     fills |= {"step_map": -1, "tokens": -1}
 
+    def joined(some):
+        return {name: join(name, [one[name] for one in some]) for name in some[0]}
+
     def join(name, parts):
         first = parts[0]
         if isinstance(first, list):
             return sum(parts, [])
         if name == "records" and first:
-            return {key: join(key, [part[key] for part in parts]) for key in first}
+            return joined(parts)
         if not isinstance(first, torch.Tensor):
             return first
         if name in fills:
             parts = [F.pad(x, (0, width - x.shape[-1]), value=fills[name]) for x in parts]
         return torch.cat(parts)
 
-    return Trace(**{f.name: join(f.name, [vars(t)[f.name] for t in traces]) for f in fields(Trace)})
+    return Trace(**joined([*map(vars, traces)]))
 
 
 def predictions_of(tokens):
