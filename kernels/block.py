@@ -82,15 +82,14 @@ class Slots:
         part, steps = settings["steps"], settings["denoising_steps"]
         P = torch.tensor([*map(len, prompt_ids)], device=device)[owner]
         prompts = pad_sequence([*map(torch.tensor, prompt_ids)], True, model.mask_token_id)
-        end, forwards = (P + settings["gen_length"] + n - 1) // n * n, torch.zeros_like(P)
+        end, none = (P + settings["gen_length"] + n - 1) // n * n, torch.zeros_like(P)
         self.canvas[0], self.canvas[1], self.canvas[2] = model.mask_token_id, 0, -1
         self.canvas[0, :N, : prompts.shape[1]] = prompts.to(device)[owner]
         self.state.zero_(), self.logps.zero_(), self.history[0].fill_(-1)
         self.eos.copy_(torch.tensor(settings["eos_token_ids"]))
         self.seed.fill_(int64(settings["seed"]))
         ids, masked, step_map = self.canvas[:, :N]
-        if known:
-            forwards = known.write_to((ids, step_map, self.logps), P)
+        forwards = known.write_to((ids, step_map, self.logps), P) if known else none
         column = torch.arange(ids.shape[1], device=device)
         is_new = column >= P[:, None]
         masked.copy_(is_new & (step_map < 0))
@@ -99,7 +98,7 @@ class Slots:
         has_eos = torch.isin(ids, self.eos) & is_new & (column < start[:, None])
         end = torch.where(has_eos.any(1) & settings["stop_at_eos"], start, end)
         # steps are counted over all blocks; a part may begin and end within one
-        zero, none = P // n * n, torch.zeros_like(P)
+        zero = P // n * n
         end = torch.minimum(end, zero + min(-(-part.stop // steps) * n, len(column)))
         step = (part.start - (start - zero) // n * steps).clamp(min=0)
         limit = part.stop - (end - n - zero) // n * steps
