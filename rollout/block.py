@@ -19,7 +19,7 @@ max_post_steps of these extra forwards may edit.
 import torch
 
 from models.attention import attention, block_causal, make_attend
-from rollout.engine import RULES, Engine
+from rollout.engine import Engine
 
 
 def empty_cache(model, rows, width):
@@ -33,9 +33,6 @@ def empty_cache(model, rows, width):
 
 class BlockEngine(Engine):
     """Sampler of a block-causal model in plain PyTorch; the fast one is in kernels/block.py."""
-
-    records = (None, "steps", "events", "draws")
-    adaptive = RULES  # a block that begins with prompt tokens has fewer masks
 
     def _prefill(self, prompts, pads, owner, width):
         """Forward each of U prompts once and give its keys and values to all its samples.

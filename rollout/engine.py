@@ -166,7 +166,7 @@ class Engine:
             `first` on; window: see rollout/masked.py
     """
 
-    # the values that this engine accepts
+    # The values that an engine accepts; these are those of a block-causal model.
     choices = {
         "remasking": RULES,
         "schedule": ("uniform",),
@@ -176,10 +176,11 @@ class Engine:
     }
     # Kinds of records that a method may request. "steps": step maps and log-probabilities, which
     # every trace has.
-    records = (None, "steps")
+    records = (None, "steps", "events", "draws")
     # Rules under which a block may have no mask left before its last step: `_denoise` looks. Under
-    # others the quota of a step says whether it reveals anything.
-    adaptive = ()
+    # others the quota of a step says whether it reveals anything. All: a block that begins with
+    # prompt tokens has fewer masks.
+    adaptive = RULES
     # True: _generate takes all samples at once and decodes max_batch_size of them at a time
     refills = False
     # bytes on the GPU after the last make_room, None: there was none; most that an update took more

@@ -37,7 +37,7 @@ class MaskedEngine(Engine):
         "cache": ("none", "prefix", "dual"),
         "eos_policy": ("none", "suppress", "demote", "eoser"),
     }
-    records = (None, "steps", "events", "states", "draws")
+    records = (*Engine.records, "states")
     adaptive = (*ADAPTIVE, "origin")
 
     def check(self, settings):
