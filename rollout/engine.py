@@ -166,6 +166,7 @@ class Engine:
             `first` on; window: see rollout/masked.py
     """
 
+    is_block = True  # of a block-causal model, not a bidirectional one
     # The values that an engine accepts; these are those of a block-causal model.
     choices = {
         "remasking": RULES,
@@ -231,10 +232,6 @@ class Engine:
 
     def check(self, settings):
         """SystemExit names settings that this engine cannot combine, each of them a choice."""
-
-    @property
-    def is_block(self):
-        return self.model.attention == "block-causal"
 
     @property
     def title(self):

@@ -31,6 +31,7 @@ UNSCORED = "sequential", "origin"  # rules that look at no confidence
 class MaskedEngine(Engine):
     """Sampler of a bidirectional model. Blocks start with the completion and have any length."""
 
+    is_block = False
     choices = {
         "remasking": (*RULES, "origin", "rcr"),
         "schedule": ("uniform", "timesteps", "ascending"),
