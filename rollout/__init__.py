@@ -49,14 +49,15 @@ def make_engine(
         materialize(add_lora(model, *lora, dtype) if lora else model, device)
     elif is_named:
         load_weights(model, device)
-    if model.lm_head.weight.is_cuda:
-        from kernels import speed_up_engine
-        from kernels.block import FastBlockEngine
-        from kernels.masked import FastMaskedEngine
+    if not model.lm_head.weight.is_cuda:
+        return engine(model, max_batch_size)
+    from kernels import speed_up_engine
+    from kernels.block import FastBlockEngine
+    from kernels.masked import FastMaskedEngine
 
-        speed_up_engine(model)
-        engine = FastBlockEngine if is_block else FastMaskedEngine
-    return engine(model, max_batch_size)
+    engine = (FastBlockEngine if is_block else FastMaskedEngine)(model, max_batch_size)
+    speed_up_engine(engine)
+    return engine
 
 
 def sync_engine(engine, model, whole=False):
