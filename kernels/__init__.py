@@ -1,6 +1,6 @@
 """Faster samplers: fused layers, continuous batching, CUDA graphs. Nothing else needs this folder.
 
-`make_engine` is the only place that installs it, on the engine's own copy of a model. Model files,
+`make_engine` is the only place that installs it, on the engine's own model. Model files,
 plain samplers and training never import it.
 """
 
@@ -19,7 +19,7 @@ def has_kernels(tensor):
 
 
 def speed_up_engine(model):
-    """Replace the forward of a sampler's own copy of a model by fused layers, in place.
+    """Replace the forward of a sampler's own model by fused layers, in place.
 
     Adapters may be added before or after, and weights copied in place. A model on the CPU, or in
     fp32, stays as it is; so does every model, with one printed line, where Triton is missing.
