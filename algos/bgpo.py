@@ -93,13 +93,13 @@ def sample_masks(batch, iteration, args):
     c, block = batch.completion_mask, batch.block_ids.contiguous()
     # searchsorted finds the first column of a block: its u serves all tokens of the block
     u = batch.uniform(iteration, "count", torch.searchsorted(block, block))
-    masked, weights = [], []
+    weights = []
     for j in range(args.mc_num):
         noise = batch.uniform(iteration, j)
         chosen, n, m = choose_in_blocks(c, block, (u + j / args.mc_num) % 1, noise)
-        masked.append(chosen | ~c)
         weights.append(chosen * n / m)
-    return Rows(batch, torch.stack(masked, 1), torch.stack(weights, 1))
+    weights = torch.stack(weights, 1)
+    return Rows(batch, (weights > 0) | ~c[:, None], weights)
 
 
 def estimate_logps(logps, rows, args):
@@ -112,8 +112,8 @@ def compute_advantages(rewards, args):
     # >>> shared: method_normalised
     groups = rewards.view(-1, args.num_generations)
     std, centred = groups.std(1, keepdim=True), groups - groups.mean(1, keepdim=True)
-    return torch.where(std > 1e-4, centred / (std + 1e-6), 0.0).flatten()
     # <<< shared: method_normalised
+    return torch.where(std > 1e-4, centred / (std + 1e-6), 0.0).flatten()
 
 
 def policy_loss(estimates, old, ref, rows, args):
@@ -130,7 +130,6 @@ def policy_loss(estimates, old, ref, rows, args):
     return policy, {
         "loss/policy": policy,
         "policy/elbo": estimates.sum() * c,
-        "policy/log_ratio": d.sum() * c,
         "policy/weight": torch.ones_like(d).sum() * c,
     }
 
@@ -259,8 +258,8 @@ def main(args):
             engine.make_room()
         with clock("reward"):
             batch, rewards, metrics = problems.reward(trace, step, model)
-        # <<< shared: rollout
         batch.advantages = compute_advantages(rewards, args)
+        # <<< shared: rollout
         # >>> shared: learn
         if args.positive_only:
             batch.advantages.clamp_(min=0)
@@ -272,8 +271,8 @@ def main(args):
         metrics |= learned | routing | run.validate(engine, model)
         run.end_step(metrics, batch)
     run.end(engine)
-    # <<< shared: learn
 
 
 if __name__ == "__main__":
     start(main, Args, BY_SIZE)
+# <<< shared: learn

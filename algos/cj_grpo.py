@@ -125,15 +125,21 @@ def sample_masks(batch, iteration, args):
     return rows.subsample(n, iteration)
 
 
+# >>> shared: method_passes
 def estimate_logps(logps, rows, args):
-    """A pass is the estimate of the tokens that its step revealed. [R, K, L] -> [R, K, L]"""
+    """A pass is the estimate of the tokens that it scores. [R, K, L] -> [R, K, L]"""
     return logps
+
+
+# <<< shared: method_passes
 
 
 def compute_advantages(rewards, args):
     """Group-normalised reward; 0 in a group without spread. [B] -> [B]"""
+    # >>> shared: method_normalised
     groups = rewards.view(-1, args.num_generations)
     std, centred = groups.std(1, keepdim=True), groups - groups.mean(1, keepdim=True)
+    # <<< shared: method_normalised
     scale = std + 1e-6 if args.scale_rewards else 1.0
     return torch.where(std > 1e-4, centred / scale, 0.0).flatten()
 
@@ -151,7 +157,7 @@ def policy_loss(estimates, old, ref, rows, args):
     policy = (-torch.minimum(ratio * A, clipped * A) * c).sum()
     log_ratio = torch.zeros_like(estimates) if ref is None else ref - estimates
     kl = ((log_ratio.expm1() - log_ratio) * c).sum()  # k3
-    return policy + args.beta * kl, {
+    metrics = {
         "loss/policy": policy,
         "loss/kl": kl,
         "policy/ratio": (ratio * c).sum(),
@@ -159,6 +165,7 @@ def policy_loss(estimates, old, ref, rows, args):
         "policy/weight": c.sum(),
     }
     # <<< shared: method_clip
+    return policy + args.beta * kl, metrics
 
 
 # >>> shared: parallelize
@@ -285,8 +292,8 @@ def main(args):
             engine.make_room()
         with clock("reward"):
             batch, rewards, metrics = problems.reward(trace, step, model)
-        # <<< shared: rollout
         batch.advantages = compute_advantages(rewards, args)
+        # <<< shared: rollout
         # >>> shared: learn
         if args.positive_only:
             batch.advantages.clamp_(min=0)
@@ -298,8 +305,8 @@ def main(args):
         metrics |= learned | routing | run.validate(engine, model)
         run.end_step(metrics, batch)
     run.end(engine)
-    # <<< shared: learn
 
 
 if __name__ == "__main__":
     start(main, Args, BY_SIZE)
+# <<< shared: learn

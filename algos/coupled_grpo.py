@@ -125,11 +125,14 @@ def estimate_logps(logps, rows, args):
 
 def compute_advantages(rewards, args):
     """Reward minus the mean of the group, or of its other members; no std. [B] -> [B]"""
-    G = args.num_generations
-    groups = rewards.view(-1, G) - rewards[::G, None]  # equal rewards give exactly 0
-    # r - mean of the others = G / (G - 1) (r - mean of all)
+    # >>> shared: method_centred
+    groups = rewards.view(-1, args.num_generations)
+    groups = groups - groups[:, :1]  # equal rewards give exactly 0
+    groups = groups - groups.mean(1, keepdim=True)
+    # <<< shared: method_centred
+    G = args.num_generations  # r - mean of the others = G / (G - 1) (r - mean of all)
     scale = G / (G - 1) if args.baseline == "loo" else 1
-    return (scale * (groups - groups.mean(1, keepdim=True))).flatten()
+    return (scale * groups).flatten()
 
 
 def policy_loss(estimates, old, ref, rows, args):
@@ -144,7 +147,7 @@ def policy_loss(estimates, old, ref, rows, args):
     policy = (-torch.minimum(ratio * A, clipped * A) * c).sum()
     log_ratio = torch.zeros_like(estimates) if ref is None else ref - estimates
     kl = ((log_ratio.expm1() - log_ratio) * c).sum()  # k3
-    return policy + args.beta * kl, {
+    metrics = {
         "loss/policy": policy,
         "loss/kl": kl,
         "policy/ratio": (ratio * c).sum(),
@@ -152,6 +155,7 @@ def policy_loss(estimates, old, ref, rows, args):
         "policy/weight": c.sum(),
     }
     # <<< shared: method_clip
+    return policy + args.beta * kl, metrics
 
 
 # >>> shared: reference
@@ -300,8 +304,8 @@ def main(args):
             engine.make_room()
         with clock("reward"):
             batch, rewards, metrics = problems.reward(trace, step, model)
-        # <<< shared: rollout
         batch.advantages = compute_advantages(rewards, args)
+        # <<< shared: rollout
         # >>> shared: learn
         if args.positive_only:
             batch.advantages.clamp_(min=0)
@@ -313,8 +317,8 @@ def main(args):
         metrics |= learned | routing | run.validate(engine, model)
         run.end_step(metrics, batch)
     run.end(engine)
-    # <<< shared: learn
 
 
 if __name__ == "__main__":
     start(main, Args, BY_SIZE)
+# <<< shared: learn

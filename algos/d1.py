@@ -75,13 +75,13 @@ USES_OLD = True  # policy_loss compares with the estimates before the first upda
 DRAWS_TOGETHER = True  # the K draws of a row need one forward: the loss is no sum over them
 
 
+# >>> shared: method_one_pass
 def sample_masks(batch, iteration, args):
     """The whole completion is masked, and each prompt token with p_mask_prompt (Sec. 3.2).
 
     A masked prompt token is masked in the clean ids too: a block model attends to those.
     -> Rows, R = B sequences, K = 1, weight 1 on every completion token
     """
-    # >>> shared: method_one_pass
     c = batch.completion_mask
     hidden = batch.uniform(iteration, 0, batch.offset) < args.p_mask_prompt  # [B, T]
     hidden = hidden & batch.valid_mask & (batch.offset < 0)  # of the prompt alone
@@ -89,12 +89,18 @@ def sample_masks(batch, iteration, args):
     rows.masked |= hidden[:, None]
     rows.input_ids = torch.where(hidden, batch.mask_token_id, batch.input_ids)
     return rows
-    # <<< shared: method_one_pass
 
 
+# <<< shared: method_one_pass
+
+
+# >>> shared: method_estimate
 def estimate_logps(logps, rows, args):
     """The single pass is the estimate. [R, 1, L] -> [R, L]"""
     return logps[:, 0]
+
+
+# <<< shared: method_estimate
 
 
 def compute_advantages(rewards, args):
@@ -102,8 +108,9 @@ def compute_advantages(rewards, args):
     # >>> shared: method_centred
     groups = rewards.view(-1, args.num_generations)
     groups = groups - groups[:, :1]  # equal rewards give exactly 0
-    return (groups - groups.mean(1, keepdim=True)).flatten()
+    groups = groups - groups.mean(1, keepdim=True)
     # <<< shared: method_centred
+    return groups.flatten()
 
 
 def policy_loss(estimates, old, ref, rows, args):
@@ -116,7 +123,7 @@ def policy_loss(estimates, old, ref, rows, args):
     policy = (-torch.minimum(ratio * A, clipped * A) * c).sum()
     log_ratio = torch.zeros_like(estimates) if ref is None else ref - estimates
     kl = ((log_ratio.expm1() - log_ratio) * c).sum()  # k3
-    return policy + args.beta * kl, {
+    metrics = {
         "loss/policy": policy,
         "loss/kl": kl,
         "policy/ratio": (ratio * c).sum(),
@@ -124,6 +131,7 @@ def policy_loss(estimates, old, ref, rows, args):
         "policy/weight": c.sum(),
     }
     # <<< shared: method_clip
+    return policy + args.beta * kl, metrics
 
 
 # >>> shared: parallelize
@@ -250,8 +258,8 @@ def main(args):
             engine.make_room()
         with clock("reward"):
             batch, rewards, metrics = problems.reward(trace, step, model)
-        # <<< shared: rollout
         batch.advantages = compute_advantages(rewards, args)
+        # <<< shared: rollout
         # >>> shared: learn
         if args.positive_only:
             batch.advantages.clamp_(min=0)
@@ -263,8 +271,8 @@ def main(args):
         metrics |= learned | routing | run.validate(engine, model)
         run.end_step(metrics, batch)
     run.end(engine)
-    # <<< shared: learn
 
 
 if __name__ == "__main__":
     start(main, Args, BY_SIZE)
+# <<< shared: learn

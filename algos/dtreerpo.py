@@ -56,7 +56,7 @@ from itertools import accumulate
 from operator import mul
 from typing import Literal
 
-from distributed.groups import all_reduce
+from distributed.groups import over_ranks
 
 
 @dataclass
@@ -194,20 +194,21 @@ def sample_masks(batch, iteration, args):
         targets = sibling_targets(A.view(-1, K), active.unflatten(0, (-1, K)), tau)
         segments.append((index, masked[index, s], active, A, targets.flatten(0, 1)))
     index, masked, active, A, targets = map(torch.cat, zip(*segments, strict=True))
-    num_segments, num_positions = all_reduce(
-        {"segments": len(index), "positions": targets.sum()}
-    ).values()
-    weights = active / active.sum(1, keepdim=True).clamp(min=1) / num_segments
+    weights = active / active.sum(1, keepdim=True).clamp(min=1) / over_ranks(len(index))
     masked = torch.nn.functional.pad(masked, (batch.P, 0))
     rows = Rows(batch, masked[:, None], weights[:, None], index)
-    rows.sibling_weights = weight * targets / max(num_positions, 1)
+    rows.sibling_weights = weight * targets / max(over_ranks(targets.sum()), 1)
     rows.advantages, rows.temperature = A, args.temperature
     return rows
 
 
+# >>> shared: method_estimate
 def estimate_logps(logps, rows, args):
-    """The forward of the parent is the estimate. [R, 1, L] -> [R, L]"""
+    """The single pass is the estimate. [R, 1, L] -> [R, L]"""
     return logps[:, 0]
+
+
+# <<< shared: method_estimate
 
 
 def compute_advantages(rewards, args):
@@ -231,20 +232,22 @@ def policy_loss(estimates, old, ref, rows, args):
     estimates, old, ref [R, L] -> loss, metrics
     """
     A, c = rows.advantages[:, None], rows.weights[:, 0]  # [R, 1], [R, L]
+    # >>> shared: method_clip
     ratio = (estimates - old).exp()
     clipped = ratio.clamp(1 - args.epsilon, 1 + args.epsilon)
     policy = (-torch.minimum(ratio * A, clipped * A) * c).sum()
     log_ratio = torch.zeros_like(estimates) if ref is None else ref - estimates
     kl = ((log_ratio.expm1() - log_ratio) * c).sum()  # k3
-    distillation = -(rows.sibling_weights * estimates).sum()
-    return policy + args.beta * kl + distillation, {
+    metrics = {
         "loss/policy": policy,
         "loss/kl": kl,
-        "loss/distillation": distillation,
         "policy/ratio": (ratio * c).sum(),
         "policy/clip_frac": ((clipped * A < ratio * A) * c).sum(),
         "policy/weight": c.sum(),
     }
+    # <<< shared: method_clip
+    distillation = -(rows.sibling_weights * estimates).sum()
+    return policy + args.beta * kl + distillation, metrics | {"loss/distillation": distillation}
 
 
 # >>> shared: parallelize
@@ -372,8 +375,8 @@ def main(args):
             engine.make_room()
         with clock("reward"):
             batch, rewards, metrics = problems.reward(trace, step, model)
-        # <<< shared: rollout
         batch.advantages = compute_advantages(rewards, args)  # [B, depth]
+        # <<< shared: rollout
         batch.progress = min(step / (args.schedule_steps or args.max_steps), 1.0)
         # >>> shared: learn
         if args.positive_only:
@@ -386,8 +389,8 @@ def main(args):
         metrics |= learned | routing | run.validate(engine, model)
         run.end_step(metrics, batch)
     run.end(engine)
-    # <<< shared: learn
 
 
 if __name__ == "__main__":
     start(main, Args, BY_SIZE)
+# <<< shared: learn

@@ -1,21 +1,21 @@
 """EBPO (LLaDA2.1, arXiv 2602.08676): PPO on the composite ELBO of all blocks of a completion.
 
-    loss  = mean over sequences of -min(ratio A, clip(ratio, 1-eps, 1+eps) A)
-    ratio = exp(elbo - old), over the whole completion
-    elbo  = mean over n draws of the sum over blocks of  tokens / masked * sum of lp over the masked
-            every draw masks tokens of every block, near one noise level; earlier blocks are clean
+loss  = mean over sequences of -min(ratio A, clip(ratio, 1-eps, 1+eps) A)
+ratio = exp(elbo - old), over the whole completion
+elbo  = mean over n draws of the sum over blocks of  tokens / masked * sum of lp over the masked
+        every draw masks tokens of every block, near one noise level; earlier blocks are clean
 
 Block models only. `diff algos/bgpo.py algos/ebpo.py` shows what replaces BGPO's bounds.
 
-    What differs from d1, and why:
-    1. One ratio and one clip for a completion, because its reward is one; in log space.
-    2. The likelihood is the ELBO of all blocks at once, near one noise level in a draw.
-    3. The ratio couples the N draws, so one forward takes them all.
-    4. Block models only: on others it would be ESPO without the division by the length.
-    5. No KL; advantages are divided by the standard deviation; the prompt stays clean.
+What differs from d1, and why:
+1. One ratio and one clip for a completion, because its reward is one; in log space.
+2. The likelihood is the ELBO of all blocks at once, near one noise level in a draw.
+3. The ratio couples the N draws, so one forward takes them all.
+4. Block models only: on others it would be ESPO without the division by the length.
+5. No KL; advantages are divided by the standard deviation; the prompt stays clean.
 
-    python   algos/ebpo.py                                     # the shipped tiny model on a CPU
-    torchrun --nproc-per-node 8 algos/ebpo.py --model sdar-8b  # GSM8K, LoRA, eight GPUs
+python   algos/ebpo.py                                     # the shipped tiny model on a CPU
+torchrun --nproc-per-node 8 algos/ebpo.py --model sdar-8b  # GSM8K, LoRA, eight GPUs
 """
 
 # >>> shared: imports
@@ -101,13 +101,13 @@ def sample_masks(batch, iteration, args):
     b = block - block[:, :1]
     share = b / ((b * c).amax(1, keepdim=True) + 1)  # b / B
     u = batch.uniform(iteration, "level", 0)  # [B, 1]
-    masked, weights = [], []
+    weights = []
     for j in range(args.mc_num):
         level = (u + (j + share) / args.mc_num) % 1
         chosen, n, m = choose_in_blocks(c, block, level, batch.uniform(iteration, j))
-        masked.append(chosen | ~c)
         weights.append(chosen * n / m)
-    return Rows(batch, torch.stack(masked, 1), torch.stack(weights, 1))
+    weights = torch.stack(weights, 1)
+    return Rows(batch, (weights > 0) | ~c[:, None], weights)
 
 
 def estimate_logps(logps, rows, args):
@@ -120,8 +120,8 @@ def compute_advantages(rewards, args):
     # >>> shared: method_normalised
     groups = rewards.view(-1, args.num_generations)
     std, centred = groups.std(1, keepdim=True), groups - groups.mean(1, keepdim=True)
-    return torch.where(std > 1e-4, centred / (std + 1e-6), 0.0).flatten()
     # <<< shared: method_normalised
+    return torch.where(std > 1e-4, centred / (std + 1e-6), 0.0).flatten()
 
 
 def policy_loss(estimates, old, ref, rows, args):
@@ -137,7 +137,6 @@ def policy_loss(estimates, old, ref, rows, args):
     return policy, {
         "loss/policy": policy,
         "policy/elbo": estimates.sum() * c,
-        "policy/log_ratio": d.sum() * c,
         "policy/clip_frac": (clipped != d).sum() * c,
         "policy/weight": torch.ones_like(d).sum() * c,
     }
@@ -272,8 +271,8 @@ def main(args):
             engine.make_room()
         with clock("reward"):
             batch, rewards, metrics = problems.reward(trace, step, model)
-        # <<< shared: rollout
         batch.advantages = compute_advantages(rewards, args)
+        # <<< shared: rollout
         # >>> shared: learn
         if args.positive_only:
             batch.advantages.clamp_(min=0)
@@ -285,8 +284,8 @@ def main(args):
         metrics |= learned | routing | run.validate(engine, model)
         run.end_step(metrics, batch)
     run.end(engine)
-    # <<< shared: learn
 
 
 if __name__ == "__main__":
     start(main, Args, BY_SIZE)
+# <<< shared: learn

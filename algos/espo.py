@@ -105,13 +105,13 @@ def sample_masks(batch, iteration, args):
     c, block = batch.completion_mask, batch.block_ids.contiguous()
     # searchsorted finds the first column of a block: its t serves all tokens of the block
     t = batch.uniform(iteration, "t", torch.searchsorted(block, block))
-    n, masked, weights = block_counts(c, block)[0], [], []
+    n, weights = block_counts(c, block)[0], []
     for j in range(args.mc_num):
         below = batch.uniform(iteration, j) < (t + j / args.mc_num) % 1
         for part in (c & below, c & ~below):
-            masked.append(part | ~c)
             weights.append(part * (n + 1) / block_counts(part, block)[0].clamp(min=1))
-    return Rows(batch, torch.stack(masked, 1), torch.stack(weights, 1))
+    weights = torch.stack(weights, 1)
+    return Rows(batch, (weights > 0) | ~c[:, None], weights)
 
 
 def estimate_logps(logps, rows, args):
@@ -121,10 +121,13 @@ def estimate_logps(logps, rows, args):
 
 def compute_advantages(rewards, args):
     """Reward minus the mean of the other members of the group; no std. [B] -> [B]"""
-    G = args.num_generations
-    groups = rewards.view(-1, G) - rewards[::G, None]  # equal rewards give exactly 0
-    # r - mean of the others = G / (G - 1) (r - mean of all)
-    return (G / (G - 1) * (groups - groups.mean(1, keepdim=True))).flatten()
+    # >>> shared: method_centred
+    groups = rewards.view(-1, args.num_generations)
+    groups = groups - groups[:, :1]  # equal rewards give exactly 0
+    groups = groups - groups.mean(1, keepdim=True)
+    # <<< shared: method_centred
+    G = args.num_generations  # r - mean of the others = G / (G - 1) (r - mean of all)
+    return (G / (G - 1) * groups).flatten()
 
 
 def policy_loss(estimates, old, ref, rows, args):
@@ -295,8 +298,8 @@ def main(args):
             engine.make_room()
         with clock("reward"):
             batch, rewards, metrics = problems.reward(trace, step, model)
-        # <<< shared: rollout
         batch.advantages = compute_advantages(rewards, args)
+        # <<< shared: rollout
         # >>> shared: learn
         if args.positive_only:
             batch.advantages.clamp_(min=0)
@@ -308,8 +311,8 @@ def main(args):
         metrics |= learned | routing | run.validate(engine, model)
         run.end_step(metrics, batch)
     run.end(engine)
-    # <<< shared: learn
 
 
 if __name__ == "__main__":
     start(main, Args, BY_SIZE)
+# <<< shared: learn

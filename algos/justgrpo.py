@@ -110,15 +110,21 @@ def sample_masks(batch, iteration, args):
     return rows.subsample(args.num_draws(S), iteration)
 
 
+# >>> shared: method_passes
 def estimate_logps(logps, rows, args):
-    """A pass is the estimate of the token that its step revealed. [R, K, L] -> [R, K, L]"""
+    """A pass is the estimate of the tokens that it scores. [R, K, L] -> [R, K, L]"""
     return logps
+
+
+# <<< shared: method_passes
 
 
 def compute_advantages(rewards, args):
     """Group-normalised reward; 0 in a group without spread. [B] -> [B]"""
+    # >>> shared: method_normalised
     groups = rewards.view(-1, args.num_generations)
     std, centred = groups.std(1, keepdim=True), groups - groups.mean(1, keepdim=True)
+    # <<< shared: method_normalised
     return torch.where(std > 1e-4, centred / (std + 1e-4), 0.0).flatten()
 
 
@@ -135,7 +141,7 @@ def policy_loss(estimates, old, ref, rows, args):
     policy = (-torch.minimum(ratio * A, clipped * A) * c).sum()
     log_ratio = torch.zeros_like(estimates) if ref is None else ref - estimates
     kl = ((log_ratio.expm1() - log_ratio) * c).sum()  # k3
-    return policy + args.beta * kl, {
+    metrics = {
         "loss/policy": policy,
         "loss/kl": kl,
         "policy/ratio": (ratio * c).sum(),
@@ -143,6 +149,7 @@ def policy_loss(estimates, old, ref, rows, args):
         "policy/weight": c.sum(),
     }
     # <<< shared: method_clip
+    return policy + args.beta * kl, metrics
 
 
 # >>> shared: parallelize
@@ -274,8 +281,8 @@ def main(args):
             engine.make_room()
         with clock("reward"):
             batch, rewards, metrics = problems.reward(trace, step, model)
-        # <<< shared: rollout
         batch.advantages = compute_advantages(rewards, args)
+        # <<< shared: rollout
         # >>> shared: learn
         if args.positive_only:
             batch.advantages.clamp_(min=0)
@@ -287,8 +294,8 @@ def main(args):
         metrics |= learned | routing | run.validate(engine, model)
         run.end_step(metrics, batch)
     run.end(engine)
-    # <<< shared: learn
 
 
 if __name__ == "__main__":
     start(main, Args, BY_SIZE)
+# <<< shared: learn

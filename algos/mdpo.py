@@ -52,7 +52,6 @@ TINY = {  # what every method takes on the tiny models
 # isort: split
 from typing import Literal
 
-from distributed.groups import over_ranks
 from rollout.traces import Completion, predictions_of
 
 
@@ -144,9 +143,13 @@ def sample_masks(batch, iteration, args):
     return rows
 
 
+# >>> shared: method_estimate
 def estimate_logps(logps, rows, args):
-    """The single pass is the estimate of what the step predicted. [R, 1, L] -> [R, L]"""
+    """The single pass is the estimate. [R, 1, L] -> [R, L]"""
     return logps[:, 0]
+
+
+# <<< shared: method_estimate
 
 
 def compute_advantages(rewards, args):
@@ -315,11 +318,9 @@ def main(args):
             engine.make_room()
         with clock("reward"):
             batch, rewards, metrics = problems.reward(trace, step, model)
-        # <<< shared: rollout
         graded = step_rewards(batch.trace, problems, batch.examples)  # [B, S]
         batch.advantages = compute_advantages(graded, args)
-        best = over_ranks(graded.amax(1).sum())
-        metrics["reward/best_step"] = best / batch.num_sequences
+        # <<< shared: rollout
         # >>> shared: learn
         if args.positive_only:
             batch.advantages.clamp_(min=0)
@@ -331,8 +332,8 @@ def main(args):
         metrics |= learned | routing | run.validate(engine, model)
         run.end_step(metrics, batch)
     run.end(engine)
-    # <<< shared: learn
 
 
 if __name__ == "__main__":
     start(main, Args, BY_SIZE)
+# <<< shared: learn

@@ -94,7 +94,7 @@ BY_SIZE = {
     "bidirectional": {"cache": "none", "teacher_share": 0.25},
 }
 RECORDS = "steps"  # the trace holds the step maps
-USES_OLD = False  # policy_loss compares with the estimates before the first update
+USES_OLD = False  # no ratio
 DRAWS_TOGETHER = False  # the loss is a sum over the K draws of a row
 
 
@@ -273,8 +273,8 @@ def main(args):
             engine.make_room()
         with clock("reward"):
             batch, rewards, metrics = problems.reward(trace, step, model)
-        # <<< shared: rollout
         batch.advantages = compute_advantages(rewards, args)
+        # <<< shared: rollout
         # >>> shared: learn
         if args.positive_only:
             batch.advantages.clamp_(min=0)
@@ -286,8 +286,8 @@ def main(args):
         metrics |= learned | routing | run.validate(engine, model)
         run.end_step(metrics, batch)
     run.end(engine)
-    # <<< shared: learn
 
 
 if __name__ == "__main__":
     start(main, Args, BY_SIZE)
+# <<< shared: learn

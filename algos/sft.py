@@ -7,7 +7,8 @@ loss = sum over masked tokens of -weight logps / divisor, both counted over the 
        LLaDA (2502.09992)    U(0.001, 1)   1 / (t answer length)  answers
        Dream (2508.15487)    U(0.001, 1)   1 / t                  answer tokens
          with --cart-p                     from the context       masked tokens
-       SDAR  (2510.06303)    U(0, 1)       (L + 1) / n            answer tokens
+       SDAR  (2510.06303), a2d with blocks
+                             U(0, 1)       (L + 1) / n            answer tokens
        LLaDA2.x              U(0.3, 0.8)   1                      scored tokens
          with --edit-rate    others of its visible tokens are replaced, and scored likewise
 

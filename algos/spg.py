@@ -94,6 +94,7 @@ USES_OLD = False  # no ratio
 DRAWS_TOGETHER = True  # the K draws of a row need one forward: the loss is no sum over them
 
 
+# >>> shared: method_bounds
 def sample_masks(batch, iteration, args):
     """In each likelihood block a draw picks one block of the rollout.
 
@@ -102,7 +103,6 @@ def sample_masks(batch, iteration, args):
     Weights: tokens / masked tokens of the likelihood block. All draws mask the same prompt tokens,
     in the clean ids too, because a block model attends to those. -> Rows, R = B, K = mc_num
     """
-    # >>> shared: method_states
     c, block = batch.completion_mask, batch.block_ids.contiguous()
     head, n = torch.searchsorted(block, block), batch.trace.settings["block_length"]
     part = (torch.arange(c.shape[1], device=c.device) - head) // n  # block of the rollout
@@ -124,7 +124,6 @@ def sample_masks(batch, iteration, args):
     rows.masked |= hidden[:, None]
     rows.input_ids = torch.where(hidden, batch.mask_token_id, batch.input_ids)
     return rows
-    # <<< shared: method_states
 
 
 def estimate_logps(logps, rows, args):
@@ -132,7 +131,6 @@ def estimate_logps(logps, rows, args):
 
     The upper one averages over tokens that a draw masked, in log space, because p^beta underflows.
     """
-    # >>> shared: method_bounds
     w, K = rows.weights, rows.weights.shape[1]
     elbo = (w * logps).sum((1, 2)) / (K * rows.completion_mask.sum(1))
     covered = w.any(1)  # [R, L]
@@ -140,7 +138,9 @@ def estimate_logps(logps, rows, args):
     terms = terms.masked_fill(~covered[:, None], 0.0).logsumexp(1) - math.log(K)
     eubo = (terms / args.eubo_beta * covered).sum(1) / covered.sum(1)
     return torch.stack([elbo, eubo], 1)
-    # <<< shared: method_bounds
+
+
+# <<< shared: method_bounds
 
 
 def compute_advantages(rewards, args):
@@ -148,14 +148,15 @@ def compute_advantages(rewards, args):
     # >>> shared: method_centred
     groups = rewards.view(-1, args.num_generations)
     groups = groups - groups[:, :1]  # equal rewards give exactly 0
-    return (groups - groups.mean(1, keepdim=True)).flatten()
+    groups = groups - groups.mean(1, keepdim=True)
     # <<< shared: method_centred
+    return groups.flatten()
 
 
 def policy_loss(estimates, old, ref, rows, args):
     """Advantage times bound, mean over all tokens of the step. estimates [R, 2] -> loss, metrics"""
     (elbo, eubo), A = estimates.unbind(1), rows.advantages  # [R]
-    bound = torch.where(A > 0, elbo, args.omega * eubo + (1 - args.omega) * elbo)
+    bound = torch.where(A > 0, elbo, elbo.lerp(eubo, args.omega))
     c = rows.completion_mask.sum(1).to(estimates) / rows.batch.num_tokens
     policy = -(A * bound * c).sum()
     return policy, {
@@ -290,8 +291,8 @@ def main(args):
             engine.make_room()
         with clock("reward"):
             batch, rewards, metrics = problems.reward(trace, step, model)
-        # <<< shared: rollout
         batch.advantages = compute_advantages(rewards, args)
+        # <<< shared: rollout
         # >>> shared: learn
         if args.positive_only:
             batch.advantages.clamp_(min=0)
@@ -303,8 +304,8 @@ def main(args):
         metrics |= learned | routing | run.validate(engine, model)
         run.end_step(metrics, batch)
     run.end(engine)
-    # <<< shared: learn
 
 
 if __name__ == "__main__":
     start(main, Args, BY_SIZE)
+# <<< shared: learn

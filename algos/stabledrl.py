@@ -98,6 +98,7 @@ USES_OLD = True  # policy_loss compares with the estimates before the first upda
 DRAWS_TOGETHER = True  # the K draws of a row need one forward: the loss is no sum over them
 
 
+# >>> shared: method_bounds
 def sample_masks(batch, iteration, args):
     """In each likelihood block a draw picks one block of the rollout.
 
@@ -106,7 +107,6 @@ def sample_masks(batch, iteration, args):
     Weights: tokens / masked tokens of the likelihood block. All draws mask the same prompt tokens,
     in the clean ids too, because a block model attends to those. -> Rows, R = B, K = mc_num
     """
-    # >>> shared: method_states
     c, block = batch.completion_mask, batch.block_ids.contiguous()
     head, n = torch.searchsorted(block, block), batch.trace.settings["block_length"]
     part = (torch.arange(c.shape[1], device=c.device) - head) // n  # block of the rollout
@@ -128,7 +128,6 @@ def sample_masks(batch, iteration, args):
     rows.masked |= hidden[:, None]
     rows.input_ids = torch.where(hidden, batch.mask_token_id, batch.input_ids)
     return rows
-    # <<< shared: method_states
 
 
 def estimate_logps(logps, rows, args):
@@ -136,7 +135,6 @@ def estimate_logps(logps, rows, args):
 
     The upper one averages over tokens that a draw masked, in log space, because p^beta underflows.
     """
-    # >>> shared: method_bounds
     w, K = rows.weights, rows.weights.shape[1]
     elbo = (w * logps).sum((1, 2)) / (K * rows.completion_mask.sum(1))
     covered = w.any(1)  # [R, L]
@@ -144,7 +142,9 @@ def estimate_logps(logps, rows, args):
     terms = terms.masked_fill(~covered[:, None], 0.0).logsumexp(1) - math.log(K)
     eubo = (terms / args.eubo_beta * covered).sum(1) / covered.sum(1)
     return torch.stack([elbo, eubo], 1)
-    # <<< shared: method_bounds
+
+
+# <<< shared: method_bounds
 
 
 def compute_advantages(rewards, args):
@@ -152,8 +152,9 @@ def compute_advantages(rewards, args):
     # >>> shared: method_centred
     groups = rewards.view(-1, args.num_generations)
     groups = groups - groups[:, :1]  # equal rewards give exactly 0
-    return (groups - groups.mean(1, keepdim=True)).flatten()
+    groups = groups - groups.mean(1, keepdim=True)
     # <<< shared: method_centred
+    return groups.flatten()
 
 
 def group_weights(estimates, rows, args):
@@ -169,7 +170,7 @@ def group_weights(estimates, rows, args):
 def policy_loss(estimates, old, ref, rows, args):
     """Weight times advantage times bound, mean over groups. estimates [R, 2] -> loss, metrics"""
     (elbo, eubo), A, c = estimates.unbind(1), rows.advantages, 1 / rows.batch.num_sequences
-    bound = torch.where(A > 0, elbo, args.omega * eubo + (1 - args.omega) * elbo)
+    bound = torch.where(A > 0, elbo, elbo.lerp(eubo, args.omega))
     policy = -(rows.shares * A * bound).sum() * args.num_generations * c
     return policy, {
         "loss/policy": policy,
@@ -305,8 +306,8 @@ def main(args):
             engine.make_room()
         with clock("reward"):
             batch, rewards, metrics = problems.reward(trace, step, model)
-        # <<< shared: rollout
         batch.advantages = compute_advantages(rewards, args)
+        # <<< shared: rollout
         # >>> shared: learn
         if args.positive_only:
             batch.advantages.clamp_(min=0)
@@ -318,8 +319,8 @@ def main(args):
         metrics |= learned | routing | run.validate(engine, model)
         run.end_step(metrics, batch)
     run.end(engine)
-    # <<< shared: learn
 
 
 if __name__ == "__main__":
     start(main, Args, BY_SIZE)
+# <<< shared: learn

@@ -1,9 +1,9 @@
 """TPG: the exact policy gradient of a diffusion sampler, over every token that it drew. Ours.
 
-    gradient = mean over sequences of A sum over steps s and masks j of grad log p(x_sj | state_s)
-    x_sj     = token drawn at mask j of the block in work, whether step s reveals it or not
-    loss     = mean over sequences of S / n sum over n of its S steps, chosen at random, of the sum
-               over j of -min(ratio A, clip(ratio, 1-eps, 1+eps) A) + beta KL(policy || ref)
+gradient = mean over sequences of A sum over steps s and masks j of grad log p(x_sj | state_s)
+x_sj     = token drawn at mask j of the block in work, whether step s reveals it or not
+loss     = mean over sequences of S / n sum over n of its S steps, chosen at random, of the sum
+           over j of -min(ratio A, clip(ratio, 1-eps, 1+eps) A) + beta KL(policy || ref)
 
 Which draws a step reveals follows from the draws and their confidences, so a sample is its draws.
 
@@ -106,9 +106,13 @@ def sample_masks(batch, iteration, args):
     return rows
 
 
+# >>> shared: method_passes
 def estimate_logps(logps, rows, args):
-    """A pass is the estimate of the tokens that its step drew. [R, K, L] -> [R, K, L]"""
+    """A pass is the estimate of the tokens that it scores. [R, K, L] -> [R, K, L]"""
     return logps
+
+
+# <<< shared: method_passes
 
 
 def compute_advantages(rewards, args):
@@ -116,8 +120,9 @@ def compute_advantages(rewards, args):
     # >>> shared: method_centred
     groups = rewards.view(-1, args.num_generations)
     groups = groups - groups[:, :1]  # equal rewards give exactly 0
-    return (groups - groups.mean(1, keepdim=True)).flatten()
+    groups = groups - groups.mean(1, keepdim=True)
     # <<< shared: method_centred
+    return groups.flatten()
 
 
 def policy_loss(estimates, old, ref, rows, args):
@@ -130,7 +135,7 @@ def policy_loss(estimates, old, ref, rows, args):
     policy = (-torch.minimum(ratio * A, clipped * A) * c).sum()
     log_ratio = torch.zeros_like(estimates) if ref is None else ref - estimates
     kl = ((log_ratio.expm1() - log_ratio) * c).sum()  # k3
-    return policy + args.beta * kl, {
+    metrics = {
         "loss/policy": policy,
         "loss/kl": kl,
         "policy/ratio": (ratio * c).sum(),
@@ -138,6 +143,7 @@ def policy_loss(estimates, old, ref, rows, args):
         "policy/weight": c.sum(),
     }
     # <<< shared: method_clip
+    return policy + args.beta * kl, metrics
 
 
 # >>> shared: parallelize
@@ -264,8 +270,8 @@ def main(args):
             engine.make_room()
         with clock("reward"):
             batch, rewards, metrics = problems.reward(trace, step, model)
-        # <<< shared: rollout
         batch.advantages = compute_advantages(rewards, args)
+        # <<< shared: rollout
         # >>> shared: learn
         if args.positive_only:
             batch.advantages.clamp_(min=0)
@@ -277,8 +283,8 @@ def main(args):
         metrics |= learned | routing | run.validate(engine, model)
         run.end_step(metrics, batch)
     run.end(engine)
-    # <<< shared: learn
 
 
 if __name__ == "__main__":
     start(main, Args, BY_SIZE)
+# <<< shared: learn

@@ -138,15 +138,18 @@ def sample_masks(batch, iteration, args):
     rows.advantages = mine.float()  # those of a trained group count, even where theirs is 0
     # draws with a scored token, over all ranks: the rows of the paper
     rows.total = max(over_ranks(scored.any(2).sum()), 1)
-    if args.nll_weight:
-        right = (batch.rewards >= 1).float()
-        rows.right = right / (over_ranks(rows.weights.sum((1, 2)) @ right) or 1)  # [B]
+    right = (batch.rewards >= 1).float()
+    rows.right = right / (over_ranks(rows.weights.sum((1, 2)) @ right) or 1)  # [B]
     return rows.subsample(args.num_draws(num_replays), iteration)
 
 
+# >>> shared: method_passes
 def estimate_logps(logps, rows, args):
-    """A draw is the estimate of the tokens that its round revealed. [R, K, L] -> [R, K, L]"""
+    """A pass is the estimate of the tokens that it scores. [R, K, L] -> [R, K, L]"""
     return logps
+
+
+# <<< shared: method_passes
 
 
 def compute_advantages(rewards, args):
@@ -172,22 +175,24 @@ def policy_loss(estimates, old, ref, rows, args):
         return (gaps.square().amax(0) * c).sum() / 2, {}
     # [R, 1, 1], or with a value model [R, 1, L]
     A = getattr(batch, "token_advantages", batch.advantages[:, None])[rows.sequence, None]
+    ref = old  # the KL is to the policy before the rollout's updates
+    # >>> shared: method_clip
     ratio = (estimates - old).exp()
     clipped = ratio.clamp(1 - args.epsilon, 1 + args.epsilon)
     policy = (-torch.minimum(ratio * A, clipped * A) * c).sum()
-    log_ratio = old - estimates
+    log_ratio = torch.zeros_like(estimates) if ref is None else ref - estimates
     kl = ((log_ratio.expm1() - log_ratio) * c).sum()  # k3
-    nll = torch.zeros_like(kl)
-    if args.nll_weight:
-        nll = -(estimates * rows.weights * rows.right[:, None, None]).sum()
-    return policy + args.kl_to_old * kl + args.nll_weight * nll, {
+    metrics = {
         "loss/policy": policy,
-        "loss/nll": nll,
         "loss/kl": kl,
         "policy/ratio": (ratio * c).sum(),
         "policy/clip_frac": ((clipped * A < ratio * A) * c).sum(),
         "policy/weight": c.sum(),
     }
+    # <<< shared: method_clip
+    nll = -(estimates * rows.weights * rows.right[:, None, None]).sum()
+    loss = policy + args.kl_to_old * kl + args.nll_weight * nll
+    return loss, metrics | {"loss/nll": nll}
 
 
 def gae(outcome, values, steps, gamma, lam):
@@ -356,8 +361,8 @@ def main(args):
             engine.make_room()
         with clock("reward"):
             batch, rewards, metrics = problems.reward(trace, step, model)
-        # <<< shared: rollout
         batch.advantages = compute_advantages(rewards, args)
+        # <<< shared: rollout
         if args.value_model:
             with clock("value"):
                 metrics |= update_values(*critic, batch, step, args)
@@ -372,8 +377,8 @@ def main(args):
         metrics |= learned | routing | run.validate(engine, model)
         run.end_step(metrics, batch)
     run.end(engine)
-    # <<< shared: learn
 
 
 if __name__ == "__main__":
     start(main, Args, BY_SIZE)
+# <<< shared: learn

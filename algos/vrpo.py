@@ -1,16 +1,16 @@
 """VRPO (LLaDA 1.5, 2505.19223): DPO on ELBO estimates with low variance for their cost.
 
-    B(y)   = mean over n_t timesteps of the ELBO of answer y at one mask each, a sum over its tokens
-    margin = beta [B(chosen) - B_ref(chosen)] - beta [B(rejected) - B_ref(rejected)]
-    loss   = mean over pairs of -log sigmoid(margin)
-             + sft_coef * (-B(chosen) / number of chosen tokens)
+B(y)   = mean over n_t timesteps of the ELBO of answer y at one mask each, a sum over its tokens
+margin = beta [B(chosen) - B_ref(chosen)] - beta [B(rejected) - B_ref(rejected)]
+loss   = mean over pairs of -log sigmoid(margin)
+         + sft_coef * (-B(chosen) / number of chosen tokens)
 
 Policy and reference see the same timesteps and masks of an answer, so that their common noise
 cancels; the two answers of a pair are drawn independently. A forward takes all draws of both, which
 the loss couples.
 
-    python   algos/vrpo.py                                      # the shipped tiny model on a CPU
-    torchrun --nproc-per-node 8 algos/vrpo.py --model llada-8b  # GSM8K, LoRA, eight GPUs
+python   algos/vrpo.py                                      # the shipped tiny model on a CPU
+torchrun --nproc-per-node 8 algos/vrpo.py --model llada-8b  # GSM8K, LoRA, eight GPUs
 """
 
 import math
@@ -135,15 +135,15 @@ def sample_masks(batch, args, stream="masks"):
     return Masks(torch.stack(masked, 1), torch.stack(weights, 1))
 
 
-def preference_loss(elbos, ref_elbos, batch, args):
-    """One-draw ELBOs [B, n] of policy and reference -> share of the loss, and metrics"""
-    elbo, ref_elbo, c = elbos.mean(1), ref_elbos.mean(1), 1 / batch.num_pairs
+def preference_loss(elbo, ref_elbo, batch, args):
+    """ELBOs [B] of policy and reference -> share of the loss, and metrics"""
+    c = 1 / batch.num_pairs
     rewards = args.beta * (elbo - ref_elbo)  # [B], what DPO calls the implicit reward
     margin = rewards[0::2] - rewards[1::2]  # [P]
     dpo = -F.logsigmoid(margin).sum() * c
     sft = -elbo[0::2].sum() / batch.num_tokens
     wins = (margin.sign() + 1) / 2  # 1/2 at the start, where both agree
-    metrics = {
+    return dpo + args.sft_coef * sft, {
         "loss/dpo": dpo,
         "loss/sft": sft,
         "reward/accuracy": wins.sum() * c,
@@ -151,11 +151,6 @@ def preference_loss(elbos, ref_elbos, batch, args):
         "reward/chosen": rewards[0::2].sum() * c,
         "reward/rejected": rewards[1::2].sum() * c,
     }
-    if args.mc_num > 1:
-        # sample variance over timesteps: an upper bound on average, because they are stratified
-        timesteps = (args.beta * (elbos - ref_elbos)).unflatten(1, (args.mc_num, -1)).mean(2)
-        metrics["reward/margin_var"] = timesteps.var(1).sum() * c / args.mc_num
-    return dpo + args.sft_coef * sft, metrics
 
 
 # >>> shared: parallelize
@@ -238,29 +233,17 @@ def make_batch(pairs, first, args, model, step, device):
     )
 
 
-def draw_batch(stream, model, device, step, args):
-    """This rank's pairs of the step. -> Batch, Masks of the policy, Masks of the reference"""
-    mine = rank_share(args.batch_size, "--batch-size", data_rank())
-    pairs = [stream[step * args.batch_size + i] for i in mine]
-    batch = make_batch(pairs, mine.start, args, model, step, device)
-    masks = sample_masks(batch, args)
-    return batch, masks, masks if args.share_masks else sample_masks(batch, args, "ref")
-
-
 def draw_elbos(model, batch, masks, rows):
-    """The only forward in training: one-draw ELBOs of R sequences. -> [R, n] fp32"""
+    """The only forward in training: ELBOs of R sequences, means over the draws. -> [R] fp32"""
     input_ids, weights = batch.input_ids[rows], masks.weights[rows]
     noisy_ids = torch.where(masks.masked[rows], model.mask_token_id, input_ids[:, None])
     logps = model.logps(input_ids, noisy_ids, weights != 0, batch.valid_mask[rows])
-    return (weights.to(logps.dtype) * logps).sum(2)
+    return (weights.to(logps.dtype) * logps).sum(2).mean(1)
 
 
 @torch.no_grad()
 def elbo_values(model, batch, masks, args):
-    """One-draw ELBOs of the whole batch. Without a graph the draws of a sequence always fit.
-
-    -> [B, n]
-    """
+    """ELBOs [B] of the whole batch. Without a graph the draws of a sequence always fit."""
     B, n, _ = masks.masked.shape
     parts = torch.arange(B).split(max(args.micro_batch_size // n, 1))
     return torch.cat([draw_elbos(model, batch, masks, rows) for rows in parts])
@@ -285,7 +268,7 @@ def backward(model, batch, masks, ref_elbos, args):
 
 
 def held_out_draws(pairs, args, model, reference, device):
-    """This rank's held-out pairs, draws, and reference values there. -> Batch, Masks, [B, n]
+    """This rank's held-out pairs, draws, and reference values there. -> Batch, Masks, [B]
 
     Every rank gets equally many: the last pair is repeated, and its copies are not counted.
     """
@@ -304,8 +287,8 @@ def held_out_metrics(model, batch, masks, ref_elbos, prefix, args):
     real = int((batch.sample_index < 2 * batch.num_pairs).sum())
     elbos = elbo_values(model, batch, masks, args)[:real]
     _, metrics = preference_loss(elbos, ref_elbos[:real], batch, args)
-    mean = lambda name: over_ranks(metrics[f"reward/{name}"])
-    return {f"reward/{prefix}_{name}": mean(name) for name in ("accuracy", "margin")}
+    names = "accuracy", "margin"
+    return {f"reward/{prefix}_{name}": over_ranks(metrics[f"reward/{name}"]) for name in names}
 
 
 def load_pairs(held_out, model, args):
@@ -319,7 +302,7 @@ def load_pairs(held_out, model, args):
 
 def main(args):
     device = setup_distributed(args.sequence_parallel)
-    rank_share(args.batch_size, "--batch-size", data_rank())
+    mine = rank_share(args.batch_size, "--batch-size", data_rank())
     model, held_out = build_policy(device, args), HeldOut(args, args.max_length)
     rows, compared = load_pairs(held_out, model, args)
     engine = held_out.train_on(rows, model, device, args)
@@ -353,7 +336,10 @@ def main(args):
         run.write(0, score("test", "test"))
     for step, clock in run.steps():
         with clock("data"):
-            batch, masks, ref_masks = draw_batch(held_out.stream, model, device, step, args)
+            pairs = [held_out.stream[step * args.batch_size + i] for i in mine]
+            batch = make_batch(pairs, mine.start, args, model, step, device)
+            masks = sample_masks(batch, args)
+            ref_masks = masks if args.share_masks else sample_masks(batch, args, "ref")
         with clock("reference"), adapters_off(ref or model) as reference:
             ref_elbos = elbo_values(reference, batch, ref_masks, args)
         with clock("update"), router_metrics(model) as routing:

@@ -80,13 +80,13 @@ USES_OLD = False  # no ratio in this method
 DRAWS_TOGETHER = True  # the K draws of a row need one forward: the loss is no sum over them
 
 
+# >>> shared: method_one_pass
 def sample_masks(batch, iteration, args):
     """The whole completion is masked, and each prompt token with p_mask_prompt (Sec. 3.2).
 
     A masked prompt token is masked in the clean ids too: a block model attends to those.
     -> Rows, R = B sequences, K = 1, weight 1 on every completion token
     """
-    # >>> shared: method_one_pass
     c = batch.completion_mask
     hidden = batch.uniform(iteration, 0, batch.offset) < args.p_mask_prompt  # [B, T]
     hidden = hidden & batch.valid_mask & (batch.offset < 0)  # of the prompt alone
@@ -94,12 +94,18 @@ def sample_masks(batch, iteration, args):
     rows.masked |= hidden[:, None]
     rows.input_ids = torch.where(hidden, batch.mask_token_id, batch.input_ids)
     return rows
-    # <<< shared: method_one_pass
 
 
+# <<< shared: method_one_pass
+
+
+# >>> shared: method_estimate
 def estimate_logps(logps, rows, args):
     """The single pass is the estimate. [R, 1, L] -> [R, L]"""
     return logps[:, 0]
+
+
+# <<< shared: method_estimate
 
 
 def compute_advantages(rewards, args):
@@ -119,11 +125,7 @@ def policy_loss(estimates, old, ref, rows, args):
     c = args.num_generations / rows.batch.num_sequences  # 1 / prompts of the step
     scores = estimates.sum(1)  # [R] log p(completion); estimates are 0 after the EOS
     policy = -(rows.advantages * scores).sum() * c
-    return policy, {
-        "loss/policy": policy,
-        "policy/logp": scores.sum() * c,
-        "policy/weight": torch.ones_like(scores).sum() * c,
-    }
+    return policy, {"loss/policy": policy}
 
 
 # >>> shared: parallelize
@@ -250,8 +252,8 @@ def main(args):
             engine.make_room()
         with clock("reward"):
             batch, rewards, metrics = problems.reward(trace, step, model)
-        # <<< shared: rollout
         batch.advantages = compute_advantages(rewards, args)
+        # <<< shared: rollout
         # >>> shared: learn
         if args.positive_only:
             batch.advantages.clamp_(min=0)
@@ -263,8 +265,8 @@ def main(args):
         metrics |= learned | routing | run.validate(engine, model)
         run.end_step(metrics, batch)
     run.end(engine)
-    # <<< shared: learn
 
 
 if __name__ == "__main__":
     start(main, Args, BY_SIZE)
+# <<< shared: learn

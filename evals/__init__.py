@@ -125,7 +125,7 @@ def score_all(task, completions, examples):
     if not len(valid) == len(scores) == len(completions):
         needed = f"{len(completions)} numbers in [0, 1] are needed as scores"
         raise SystemExit(f"--task {task.NAME}: {needed}, not {scores!r:.200}")
-    return scores
+    return [*map(float, scores)]
 
 
 def mean_score(engine, task, tokenizer, problems, name, **settings):

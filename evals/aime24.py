@@ -52,9 +52,9 @@ class Aime:
         return user(f"{example['question']}\n{self.instruction}")
 
     def score(self, completion, example):
-        """1.0 if the final answer is the gold integer, else 0.0. Never raises."""
+        """Whether the final answer is the gold integer. Never raises."""
         found = normalised(extract(completion, example) or "")
-        return float(found is not None and Fraction(found) == int(example["gold"]))
+        return found is not None and Fraction(found) == int(example["gold"])
 
 
 # prompts: OpenCompass aime2024 and aime2025, DARE

@@ -91,10 +91,10 @@ def extract(completion, example):
 
 
 def score(completion, example):
-    """1.0 if the answer is the gold one, else 0.0. Of an answer in words only these are compared,
+    """Whether the answer is the gold one. Of an answer in words only these are compared,
     ignoring case; else all but white space, commas and backticks."""
     plain = lambda text: WORD.findall(text.casefold()) or re.sub(r"[\s,`]", "", text)
-    return float(plain(extract(completion, example) or "") == plain(example["gold"]))
+    return plain(extract(completion, example) or "") == plain(example["gold"])
 
 
 def answer(example, draw=0):

@@ -221,8 +221,8 @@ class Choices:
         return letter(completion, labelled(example["options"]))
 
     def score(self, completion, example):
-        """1.0 if the letter is the gold one, else 0.0. Never raises."""
-        return float(self.extract(completion, example) == example["gold"])
+        """Whether the letter is the gold one. Never raises."""
+        return self.extract(completion, example) == example["gold"]
 
     def answer(self, example, draw=0):
         """The gold letter as the prompt asks for it."""

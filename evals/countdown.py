@@ -123,10 +123,10 @@ def extract(completion, example):
 
 
 def score(completion, example):
-    """1.0 for a legal expression over exactly the given numbers that equals the target, else 0.0.
+    """Whether it is a legal expression over exactly the given numbers that equals the target.
     Never raises."""
     found = evaluate(extract(completion, example) or "")
-    return float(found == (example["target"], sorted(example["numbers"])))
+    return found == (example["target"], sorted(example["numbers"]))
 
 
 def answer(example, draw=0):

@@ -19,6 +19,11 @@ SamplerFlags = make_dataclass(
     [(field.name, field.type | None, None) for field in fields(SamplingSettings)],
     bases=(SamplingSettings,),
 )
+RULE_OF = {  # flags that other rules ignore
+    "confidence_threshold": "low_confidence_dynamic",
+    "factor": "low_confidence_factor",
+    "eb_threshold": "entropy_bounded",
+}
 # what no line of TABLE sets
 BASE = asdict(SamplingSettings(temperature=0.0, remasking="low_confidence_static"))
 BASE |= {"samples": 1}
@@ -117,7 +122,11 @@ def sampling_for(flags, model, task, style):
     )
     known["denoising_steps"] = known["denoising_steps"] or model.block_length
     given = vars(flags)
-    return {k: v if given[k] is None else given[k] for k, v in known.items()}
+    sampling = {k: v if given[k] is None else given[k] for k, v in known.items()}
+    for name, rule in RULE_OF.items():
+        if given[name] is not None and sampling["remasking"] != rule:
+            raise SystemExit(f"{flags.flag(name)} needs --remasking {rule}")
+    return sampling
 
 
 def settings(model, model_type, task, style=""):

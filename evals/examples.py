@@ -64,11 +64,10 @@ def as_text(value):
     return value
 
 
-def worked(task, example, where):
-    """The worked solution of an example. SystemExit if its rows have none, with `where` there are
-    some."""
+def worked(example):
+    """The worked solution of an example. SystemExit if its rows have none."""
     if not example["solution"]:
-        raise SystemExit(f"{task}: these rows have no worked solutions; {where}")
+        raise SystemExit("--data: rows without worked solutions; those of the hub have them")
     return example["solution"]
 
 

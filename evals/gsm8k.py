@@ -63,12 +63,15 @@ Your reasoning here
 </answer>"""
 # worked examples of OpenCompass' gsm8k_gen_1d7fe4, to the byte: question, answer, question, ...
 SHOWN = """\
-Angelo and Melanie want to plan how many hours over the next week they should study together for \
+Question: Angelo and Melanie want to plan how many hours over the next week they should study \
+together for \
 their test next week. They have 2 chapters of their textbook to study and 4 worksheets to \
 memorize. They figure out that they should dedicate 3 hours to each chapter of their textbook and \
 1.5 hours for each worksheet. If they plan to study no more than 4 hours each day, how many days \
 should they plan to study total over the next week if they take a 10-minute break every hour, \
 include 3 10-minute snack breaks each day, and 30 minutes for lunch each day?
+Let's think step by step
+Answer:
 
 Angelo and Melanie think they should dedicate 3 hours to each of the 2 chapters, 3 hours x 2 \
 chapters = 6 hours total.
@@ -86,9 +89,12 @@ They want to study no more than 4 hours each day, 15 hours / 4 hours each day = 
 They will need to plan to study 4 days to allow for all the time they need.
 The answer is 4
 
-Mark's basketball team scores 25 2 pointers, 8 3 pointers and 10 free throws.  Their opponents \
+Question: Mark's basketball team scores 25 2 pointers, 8 3 pointers and 10 free throws.  Their \
+opponents \
 score double the 2 pointers but half the 3 pointers and free throws.  What's the total number of \
 points scored by both teams added together?
+Let's think step by step
+Answer:
 
 Mark's team scores 25 2 pointers, meaning they scored 25*2= 50 points in 2 pointers.
 His team also scores 6 3 pointers, meaning they scored 8*3= 24 points in 3 pointers
@@ -105,9 +111,12 @@ All together Mark's opponents scored 100+12+5=117 points
 The total score for the game is both team's scores added together, so it is 84+117=201 points
 The answer is 201
 
-Bella has two times as many marbles as frisbees. She also has 20 more frisbees than deck cards. If \
+Question: Bella has two times as many marbles as frisbees. She also has 20 more frisbees than \
+deck cards. If \
 she buys 2/5 times more of each item, what would be the total number of the items she will have if \
 she currently has 60 marbles?
+Let's think step by step
+Answer:
 
 When Bella buys 2/5 times more marbles, she'll have increased the number of marbles by 2/5*60 = 24
 The total number of marbles she'll have is 60+24 = 84
@@ -121,8 +130,11 @@ The total number of deck cards she'll have is 10+4 = 14
 Together, Bella will have a total of 14+42+84 = 140 items
 The answer is 140
 
-A group of 4 fruit baskets contains 9 apples, 15 oranges, and 14 bananas in the first three \
+Question: A group of 4 fruit baskets contains 9 apples, 15 oranges, and 14 bananas in the first \
+three \
 baskets and 2 less of each fruit in the fourth basket. How many fruits are there?
+Let's think step by step
+Answer:
 
 For the first three baskets, the number of apples and oranges in one basket is 9+15=24
 In total, together with bananas, the number of fruits in one basket is 24+14=38 for the first \
@@ -137,14 +149,12 @@ In total, the fourth basket has 20+12=32 fruits.
 The four baskets together have 32+114=146 fruits.
 The answer is 146
 """
-ASK = "Question: QUESTION\nLet's think step by step\nAnswer:"
-SHOTS = re.findall(r"(.*)\n\n((?:.+\n)+)", SHOWN)
-SHOTS = [(ASK.replace("QUESTION", question), worked) for question, worked in SHOTS]
+SHOTS = re.findall(r"(.*\n.*\nAnswer:)\n\n((?:.+\n)+)", SHOWN)
 PROMPTS = {
     "boxed": f"QUESTION\n{INSTRUCTION}",
     "tags": f"{TAGS}QUESTION",
     "boxed-tags": f"{EVALUATION.format(' ')}\n\nQUESTION",
-    "shown": ASK,
+    "shown": "Question: QUESTION\nLet's think step by step\nAnswer:",
 }
 COLUMNS = (
     "question and answer (a number, or a solution that ends in #### and a number), "
@@ -267,16 +277,15 @@ def extract(completion, example):
 
 
 def score(completion, example):
-    """1.0 if the number of the completion is the gold one, else 0.0. Never raises."""
+    """Whether the number of the completion is the gold one. Never raises."""
     found = normalised(extract(completion, example) or "")
-    return float(found is not None and Fraction(found) == Fraction(example["gold"]))
+    return found is not None and Fraction(found) == Fraction(example["gold"])
 
 
 def answer(example, draw=0):
     """The worked solution as the prompt asks for it, without the calculator's <<48/2=24>>.
     SystemExit if unknown."""
-    solution = worked("gsm8k", example, f"train on {HUB} or on a file with question and answer")
-    steps = re.sub(r"<<[^<>\n]*>>", "", solution)
+    steps = re.sub(r"<<[^<>\n]*>>", "", worked(example))
     gold = f"\\boxed{{{example['gold']}}}" if "boxed" in example["style"] else example["gold"]
     if "tags" in example["style"]:
         return f"<reasoning>\n{steps}\n</reasoning>\n<answer>\n{gold}\n</answer>"

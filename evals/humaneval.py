@@ -84,14 +84,13 @@ def job(completion, example):
 
 
 def score(completion, example):
-    """1.0 if the program passes its tests, else 0.0."""
+    """Whether the program passes its tests."""
     return passed(job(completion, example))
 
 
 def answer(example, draw=0):
     """The reference solution as a completion. SystemExit if unknown."""
-    solution = worked("humaneval", example, "take those of the hub, or HumanEval.jsonl.gz")
-    return f"```python\n{example['prompt']}{solution}```"
+    return f"```python\n{example['prompt']}{worked(example)}```"
 
 
 def _problem(row):

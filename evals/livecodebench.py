@@ -60,12 +60,29 @@ WITHOUT_STARTER = (
 
 # the runner's imports in front of every program: starter code uses names such as List without
 # importing them
-STARS = (
-    "string re datetime collections heapq bisect copy math random statistics itertools functools "
-    "operator io sys json"
-)
-IMPORTS = "".join(f"from {name} import *\n" for name in [*STARS.split(), "builtins", "typing"])
-IMPORTS += f"import {', '.join(STARS.split())}\nsys.setrecursionlimit(50000)\n"
+IMPORTS = """\
+from string import *
+from re import *
+from datetime import *
+from collections import *
+from heapq import *
+from bisect import *
+from copy import *
+from math import *
+from random import *
+from statistics import *
+from itertools import *
+from functools import *
+from operator import *
+from io import *
+from sys import *
+from json import *
+from builtins import *
+from typing import *
+import string, re, datetime, collections, heapq, bisect, copy, math, random, statistics, \
+itertools, functools, operator, io, sys, json
+sys.setrecursionlimit(50000)
+"""
 
 # runs in the program's process; its names are unlikely in a program
 FUNCTION = """
@@ -258,7 +275,7 @@ def job(completion, example):
 
 
 def score(completion, example):
-    """1.0 if the program passes its tests, else 0.0."""
+    """Whether the program passes its tests."""
     return passed(job(completion, example))
 
 

@@ -110,9 +110,9 @@ def extract(completion, example):
 
 
 def score(completion, example):
-    """1.0 if Math-Verify finds the final answer equal to the gold one, else 0.0. Never raises."""
+    """Whether Math-Verify finds the final answer equal to the gold one. Never raises."""
     answer = extract(completion, example)
-    return float(answer is not None and math_verify(answer, example["gold"]))
+    return answer is not None and math_verify(answer, example["gold"])
 
 
 def is_copy(completion, example):
@@ -127,8 +127,7 @@ def is_copy(completion, example):
 
 def answer(example, draw=0):
     """The worked solution, ending in the box. SystemExit if unknown."""
-    where, gold = f"train on {FULL} or on a file with problem and solution", example["gold"]
-    solution = worked("math500", example, where)
+    solution, gold = worked(example), example["gold"]
     is_boxed = last_box(solution) == gold
     return solution if is_boxed else f"{solution}\nThe answer is $\\boxed{{{gold}}}$."
 

@@ -58,8 +58,7 @@ FRACTION = r"""
 
 def rules(table):
     """Lines "pattern => replacement" -> [(pattern, replacement)]"""
-    lines = (line.partition(" =>") for line in table.strip().splitlines())
-    return [(pattern, replacement[1:]) for pattern, _, replacement in lines]
+    return re.findall("(.*?) => ?(.*)", table)
 
 
 def rewritten(text, rules):

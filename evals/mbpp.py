@@ -144,14 +144,13 @@ def job(completion, example):
 
 
 def score(completion, example):
-    """1.0 if the program passes its tests, else 0.0."""
+    """Whether the program passes its tests."""
     return passed(job(completion, example))
 
 
 def answer(example, draw=0):
     """The reference solution in the form of the solved tasks. SystemExit if unknown."""
-    solution = worked("mbpp", example, f"take those of {HUB}, or mbpp.jsonl")
-    return f"[BEGIN]\n '{solution}' \n[DONE]"
+    return f"[BEGIN]\n '{worked(example)}' \n[DONE]"
 
 
 def _tests(example):

@@ -71,13 +71,13 @@ def prompt(example):
 
 
 def score(completion, example):
-    """1.0 if the answers in the final answer are the gold ones, else 0.0. Never raises."""
+    """Whether the answers in the final answer are the gold ones. Never raises."""
     found = extract(completion, example) or ""
     answers, golds = (answers_in(text, example["multiple"]) for text in (found, example["gold"]))
     # one tolerance for all answers, or one each
     errors = example["error"]
     errors = errors if len(errors) == len(golds) else errors[:1] * len(golds)
-    return float(matched(answers, [*zip(golds, errors, strict=True)]))
+    return matched(answers, [*zip(golds, errors, strict=True)])
 
 
 def depth(text):

@@ -102,5 +102,5 @@ def first_program(texts):
 
 
 def passed(job):
-    """1.0 if the program of a Job passes its tests, 0.0 if it fails or there is none."""
-    return float(bool(job) and run(job).passed)
+    """Whether the program of a Job passes its tests, if there is one."""
+    return bool(job) and run(job).passed

@@ -48,9 +48,9 @@ def extract(completion, example):
 
 
 def score(completion, example):
-    """1.0 if the answer is one of the accepted ones, else 0.0. Never raises."""
+    """Whether the answer is one of the accepted ones. Never raises."""
     found = normalised(extract(completion, example) or "")
-    return float(found in map(normalised, example["answers"]))
+    return found in map(normalised, example["answers"])
 
 
 def answer(example, draw=0):

@@ -78,9 +78,8 @@ def write_report(folder):
     told = [b'"step_map": ' in line for line in complete_lines(path)]
     problems = page.get("result", {}).get("n") or len(told)
     usable = [i for i, tells in enumerate(told[:problems]) if tells] or range(problems)
-    first = usable[:: math.ceil(len(usable) / MAX_SAMPLES) or 1]
-    chosen = {row for i in first for row in range(i, len(told), problems)}
-    samples = [shown(line) for i, line in enumerate(complete_lines(path)) if i in chosen]
+    first, lines = usable[:: math.ceil(len(usable) / MAX_SAMPLES) or 1], complete_lines(path)
+    samples = [shown(line) for i, line in enumerate(lines) if i % problems in first]
     samples.sort(key=lambda row: row.get("index", 0))
     # browsers read no NaN and Infinity; no text may end the <script> element
     page = json.loads(

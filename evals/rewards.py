@@ -59,7 +59,7 @@ def countdown_d1(completion, example):
     if is_given and LEGAL.fullmatch(short) and short.count("**") < 2:
         with suppress(Exception):
             solved = abs(eval(short) - example["target"]) < 1e-5
-    return {"solved": float(solved), "answered": 0.0 if solved or text is None else 0.1}
+    return {"solved": solved, "answered": 0.0 if solved or text is None else 0.1}
 
 
 def sudoku_d1(completion, example):
@@ -115,7 +115,7 @@ def math500_d1(completion, example):
 def math500_hendrycks(completion, example):
     """1.0 if the last box equals the gold answer as a normalised string: the matcher of DARE's MATH
     of 5,000 problems."""
-    return {"correct": float(hendrycks(last_box(completion) or "", example["gold"]))}
+    return {"correct": hendrycks(last_box(completion) or "", example["gold"])}
 
 
 # PRM800K's normal form: without units and signs, LaTeX as text, mixed numbers as sums
@@ -179,7 +179,7 @@ def math500_deepscaler(completion, example):
     ends = len(golds) == 1 or ours[:1] + ours[-1:] == theirs[0] + theirs[-1]
     equal = ours == theirs or len({rewritten(text, authors) for text in answers}) == 1
     alike = len(parts) == len(golds) and ends and not is_copy(f"\\boxed{{{answers[0]}}}", example)
-    return {"correct": float(equal or alike and all(map(same_part, parts, golds)))}
+    return {"correct": equal or alike and all(map(same_part, parts, golds))}
 
 
 def same_part(answer, gold):

@@ -141,8 +141,8 @@ def _supervised(job):
         "HOME": "/",
         "LANG": "C.UTF-8",
         "TZ": "UTC",
+        "OMP_NUM_THREADS": "1",  # OpenBLAS and MKL read it too
     }
-    environment |= {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL")}
     python = getattr(sys, "_base_executable", sys.executable)
     with subprocess.Popen(
         [python, "-I", "-S", "-B", str(CHILD), json.dumps(settings)],

@@ -85,7 +85,7 @@ def extract(completion, example):
 
 
 def score(completion, example):
-    """1.0 for any legal grid that keeps the given cells, else 0.0. Never raises.
+    """Whether it is a legal grid that keeps the given cells. Never raises.
 
     "compact": nothing but white space may be between its cells; "tags": anything but digits.
     A grid may be repeated.
@@ -93,7 +93,7 @@ def score(completion, example):
     apart = r"\s" if example["style"] == "compact" else "[^0-9]"
     grid = re.sub(apart, "", extract(completion, example) or "")
     found = re.fullmatch(r"([1-4]{16})\1*", grid)
-    return float(bool(found) and found[1] in sudoku_solutions(example["puzzle"]))
+    return bool(found) and found[1] in sudoku_solutions(example["puzzle"])
 
 
 def answer(example, draw=0):

@@ -279,11 +279,13 @@ REFUSED = {  # flags of evals/run.py
     "--tasks gsm8k --model tiny-sdar --reward gsm8k_d1 --data w.jsonl": "--data d1 asks for",
     "--tasks countdown --completions none.jsonl": "none.jsonl: no such file",
     "--tasks countdown --model tiny-sdar --samples 2": "--samples 2 would be equal: add --temp",
+    "--tasks countdown --model tiny-sdar --factor 2": "--factor 2.0 needs --remasking low_con",
     "--tasks countdown --model tiny-sdar --likelihood": "countdown has no choices to compare",
     "--tasks countdown --model tiny-sdar --text w.jsonl": "give --tasks, such as",
     "--model tiny-sdar --text none.txt": "none.txt --length 512: [Errno 2]",
     "--model tiny-sdar --text empty.jsonl": "empty.jsonl --length 512: maximum size",
-    "--tasks countdown --model tiny-llada --confidence-threshold 1.5": "must be from 0 to 1",
+    "--tasks countdown --model tiny-llada --remasking low_confidence_dynamic "
+    "--confidence-threshold 1.5": "must be from 0 to 1",
 }
 
 

@@ -29,7 +29,7 @@ def test_rows_are_states_of_the_rollout(family, remasking, shrink):
     how |= {"remasking": remasking, "confidence_threshold": 0.3, "block_length": 4}
     trace = make_engine(model).generate([*map(list, PROMPTS)], **how)
     batch, states, total = Batch(trace, model), [*trace.states(MASK)], 0
-    batch.advantages = torch.tensor([1.0, 0, -1, 0, 0, 0, 0, 0, 0, 2, -1, -1])
+    batch.rewards = batch.advantages = torch.tensor([1.0, 0, -1, 0, 0, 0, 0, 0, 0, 2, -1, -1])
     trained = (torch.arange(12) // 4 != 1)[:, None]
     for iteration in range(3):
         rows = tracerl.sample_masks(batch, iteration, args)
@@ -68,7 +68,7 @@ def released(family, **settings):
     batch = made_batch(TEXT, replay >= 0, block_ids)
     batch.trace.replay_map, batch.trace.num_replays = replay, replays
     batch.trace.reveal_map = Trace.reveal_map.fget(batch.trace)
-    batch.advantages = torch.tensor([1.5, -0.5])
+    batch.rewards = batch.advantages = torch.tensor([1.5, -0.5])
     how = {"num_iterations": 1, "micro_batch_size": 99, "row_mean": family == "llada"}
     how["num_generations"] = 2
     return batch, tracerl.Args(gen_length=12, **how | settings)
