@@ -1,6 +1,6 @@
 """Faster samplers: fused layers, continuous batching, CUDA graphs. Nothing else needs this folder.
 
-`make_engine` is the only place that installs it, on the engine's own copy of a model. Model files,
+`make_engine` is the only place that installs it, on the engine's own model. Model files,
 plain samplers and training never import it.
 """
 

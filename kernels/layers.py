@@ -57,12 +57,16 @@ def parts(module, names):
 
 @torch.no_grad()
 def install(model):
-    """Replace the `hidden` of this model and join weights, in place."""
+    """Replace the `hidden` of this model and join weights, in place. Those of a model with adapters
+    stay apart, because a learner may hold them too.
+    """
     names = names_of(model)
     if names is None:
         print(f"no fused layers for {type(model).__name__}: see kernels/layers.py", flush=True)
         return
     model.hidden = MethodType(hidden, model)
+    if model.lora_config:
+        return
     for layer in model.layers:
         join_weights(parts(layer, names.qkv))
         join_weights(mlp_of(layer, names)[0][:2])
@@ -80,8 +84,7 @@ def mlp_of(layer, names):
 def join_weights(linears):
     """Move weights that multiply the same input, and their biases, into one tensor, for `project`.
 
-    The layers keep views, so names and shapes stay and copies in place reach both. Layers with
-    adapters stay apart.
+    The layers keep views, so names and shapes stay and copies in place reach both.
     """
     if len(linears) > 1 and all(type(layer) is nn.Linear for layer in linears):
         linears[0].joined = joined = {}

@@ -158,7 +158,7 @@ class CurrentBlock:
 
 
 class Engine:
-    """Sampler whose `model` is its own copy of the weights.
+    """Sampler with a `model` of its own; the base under adapters may be a learner's.
 
     A subclass knows the attention pattern. It defines:
         _prefill(prompts, pads, owner, width) -> cache, keys and values [N, ...] per layer

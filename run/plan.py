@@ -131,8 +131,9 @@ class Plan:
         share = lambda p: config.num_experts_per_tok / len(p) if p.dim() == 3 else 1
         self.active = sum(p.numel() * share(p) for p in net.layers.parameters())
         self.trained = sum(p.numel() for p in net.parameters() if p.requires_grad)
-        # offline, the sampler gets merged weights
-        self.adapters = self.trained if args.lora_rank and self.rollout else 0
+        # of the sampler's own; offline it gets merged weights
+        is_merged = getattr(args, "lora_merged_rollout", True)
+        self.adapters = 0 if is_merged or not args.lora_rank else self.trained
         self.kept = kept_per_token(net, args.compile)
         self.n = n = args.block_length or net.block_length
         self.blocks, self.steps = math.ceil(args.gen_length / n), min(args.denoising_steps, n)
@@ -182,7 +183,8 @@ class Plan:
         head = LOGITS * net.lm_head.out_features
         if not args.lora_rank:
             head += 6 * net.lm_head.weight.numel()
-        # of the sampler
+        # of the sampler, which under adapters takes a base that this rank holds whole
+        base = 0 if whole and self.adapters else self.base
         cache = self.rows * self.cached * math.ceil(self.canvas / WIDTHS) * WIDTHS
         sampled = min(self.rows * asked, PREFILL) if self.is_block else self.rows * self.canvas
         is_reduced = args.sync_every_backward or self.noised <= size  # in every backward
@@ -195,7 +197,7 @@ class Plan:
             "gradients": 4 * self.trained / (ranks if is_reduced else 1),
             "reference": 2 * self.base / ranks * (self.has_reference and not args.lora_rank),
             "value model": (policy + moments) * self.values,
-            "sampler": 2 * (self.base + self.adapters) * bool(self.rows),
+            "sampler": 2 * (base + self.adapters) * bool(self.rows),
             # of an update or a rollout: the sampler frees its cache where an update needs it
             "activations": max(kept + max(head, in_block), cache + self.kept * sampled),
         }
