@@ -157,6 +157,16 @@ class CurrentBlock:
     cache: list | dict | None
 
 
+def unused_by_graphs():
+    """-> bytes in the pools of CUDA graphs that no tensor holds. memory_allocated() leaves them
+    out, and while the graphs exist nobody else gets them. Free segments of the allocator's other
+    pool need no count: it returns them before it runs out.
+    """
+    segments = torch.cuda.memory_snapshot() if torch.cuda.is_initialized() else []
+    pools = [some for some in segments if tuple(some["segment_pool_id"]) != (0, 0)]
+    return sum(pool["total_size"] - pool["allocated_size"] for pool in pools)
+
+
 class Engine:
     """Sampler with a `model` of its own; the base under adapters may be a learner's.
 
@@ -218,7 +228,7 @@ class Engine:
         held, is_first = torch.cuda.memory_allocated(), self.held is None
         if not is_first:  # what the last update took is at most this
             self.need = max(self.need, torch.cuda.max_memory_allocated() - self.held)
-        if is_first or self.need + held > KEPT_BELOW * cuda_bytes():
+        if is_first or self.need + held + unused_by_graphs() > KEPT_BELOW * cuda_bytes():
             self.release()
             held = torch.cuda.memory_allocated()
         self.held = held
