@@ -40,8 +40,7 @@ from run import Problems, RolloutFlags, Run
 
 # B sequences, G completions per prompt, P prompt length, L completion length, T = P + L
 # R rows: terms of the loss. K draws: noisy copies of a row
-# The rest is in run/flags.py: GSM8K, LoRA of rank 128, 100 steps of 8 prompts over all ranks;
-# lengths are the model's own (models/names.py)
+# run/flags.py has the rest: GSM8K, LoRA of rank 128, 100 steps; models/names.py the lengths
 TINY = {  # what every method takes on the tiny models
     "task": "countdown", "lora_rank": 0, "learning_rate": 3e-4, "betas": (0.9, 0.99),
     "weight_decay": 0.0, "max_grad_norm": 1.0, "temperature": 1.0, "num_generations": 8,
@@ -228,18 +227,34 @@ def prepare_rows(model, ref, batch, args):
     return iterations
 
 
+def micro_loss(model, rows, args):
+    """-> share of the loss of a micro-batch, metrics"""
+    logps, entropies = draw_logps(model, rows, entropy=True)
+    estimates = estimate_logps(logps, rows, args)
+    # with one update per rollout the old values are the current ones
+    old = estimates.detach() if rows.old is None else rows.old
+    loss, metrics = policy_loss(estimates, old, rows.ref, rows, args)
+    return loss, metrics | rows.mismatch(logps, entropies)
+
+
+# <<< shared: learner
+
+
+# >>> shared: update
 def update(model, optimizer, rows, step, args):
     """One optimizer step, unless loss or gradient are not finite. -> metrics over all ranks"""
-    sums, (group,) = StepMetrics(), optimizer.param_groups
+    sums = StepMetrics()
     for micro, is_last, counts in rows.micro_batches(args.micro_batch_size):
         reduce_gradients(model, is_last, args.sync_every_backward)
-        logps, entropies = draw_logps(model, micro, entropy=True)
-        estimates = estimate_logps(logps, micro, args)
-        # with one update per rollout the old values are the current ones
-        old = estimates.detach() if micro.old is None else micro.old
-        loss, metrics = policy_loss(estimates, old, micro.ref, micro, args)
+        loss, metrics = micro_loss(model, micro, args)
         (loss * counts * dist.get_world_size()).backward()  # FSDP averages over ranks
-        sums.add(loss, metrics | micro.mismatch(logps, entropies), counts)
+        sums.add(loss, metrics, counts)
+    return optimizer_step(optimizer, sums, step, args)
+
+
+def optimizer_step(optimizer, sums, step, args):
+    """sums: StepMetrics of this rank"""
+    (group,) = optimizer.param_groups
     norm = torch.nn.utils.clip_grad_norm_(group["params"], args.max_grad_norm)
     metrics = sums.reduce(step + 1, norm)  # the run ends here if it or the loss is not finite
     group["lr"] = args.learning_rate * args.lr_share(step)
@@ -248,7 +263,7 @@ def update(model, optimizer, rows, step, args):
     return metrics | {"optim/lr": group["lr"]}
 
 
-# <<< shared: learner
+# <<< shared: update
 
 
 def main(args):

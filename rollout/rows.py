@@ -51,6 +51,7 @@ class Rows:
     targets = None  # [R, K, L] tokens to score; None: those of input_ids
     old = None  # estimates before the first update; None: the current ones
     ref = None  # estimates of the reference; None: no KL
+    has_gradient = True  # any of them, on this rank
 
     def __init__(self, batch, masked, weights, index=slice(None)):
         """masked [R, K, L] of the completion, or with the prompt [R, K, T]; index [R]: the sequence

@@ -36,7 +36,7 @@ class Method(NamedTuple):
 
 
 METHODS = {
-    "d1": Method(180, {"dream": LORA | TWO}),
+    "d1": Method(179, {"dream": LORA | TWO}),
     "coupled_grpo": Method(451, {"sdar": MOVES}),
     "spg": Method(297, {"llada-moe": {"num_iterations": 1, "block_length": 4}}),
     "stabledrl": Method(421, {"llada": TWO | {"block_length": 4}}),
@@ -68,18 +68,18 @@ METHODS = {
         811, {"llada": LORA | TWO | {"block_length": 4}, "sdar": TWO | {"learning_rate": 1e-5}}
     ),
     "sft": Method(
-        2230,
+        1953,
         {"dream": LORA | {"cart_p": 0.2}, "sdar": {"pack_length": 128, "max_length": 100}},
     ),
     "vrpo": Method(
-        2045,
+        1466,
         {
             "llada": LORA | {"mc_num": 2, "micro_batch_size": 8, "share_masks": False},
             "sdar": {"mc_num": 2, "masks_per_timestep": 2, "micro_batch_size": 8},
         },
     ),
     "distill": Method(
-        1069, {"llada": LORA | OWN | {"blocks": (4, 8)}, "sdar": OWN | {"masks": "random"}}
+        723, {"llada": LORA | OWN | {"blocks": (4, 8)}, "sdar": OWN | {"masks": "random"}}
     ),
 }
 OFFLINE = ("sft", "vrpo", "distill")
@@ -88,7 +88,7 @@ ONLINE = [script for script in METHODS if script not in OFFLINE]
 EXCEPTIONS = {
     ("dtreerpo", "rollout"): "Its rollouts are trees: sample_trees.",
     ("mdpo", "rollout"): "The prediction of every step has a reward: step_rewards.",
-    ("stabledrl", "learner"): "An update begins with the weights of whole groups: group_weights.",
+    ("stabledrl", "update"): "An update begins with the weights of whole groups: group_weights.",
     ("opsd", "learner"): "The reference says what is scored (teach): not one token, but k.",
 }
 SHARED = re.compile(r"(^ *# >>> shared: (\w+)\n)(.*?)(^ *# <<< shared: \2$)", re.M | re.S)

@@ -169,12 +169,7 @@ def test_the_law_of_the_masks(module):
     c, blocks = torch.ones(n, 8, dtype=torch.bool), (torch.arange(8) // 4).expand(n, -1)
     args = small_args(module, p_mask_context=0.0, mc_num=3)
     for iteration in range(2):
-        if module is vrpo:
-            pairs = vrpo.Batch(blocks, c, c, blocks, torch.arange(n), 3, iteration, n, n)
-            masked = vrpo.sample_masks(pairs, args).masked
-        else:
-            batch = made_batch(blocks, c, blocks)
-            masked = module.sample_masks(batch, iteration, args).masked
+        masked = module.sample_masks(made_batch(blocks, c, blocks), iteration, args).masked
         if module is espo:  # a draw masks the rest of the one before
             assert torch.equal(masked[:, 1::2], ~masked[:, ::2])
             masked = masked[:, ::2]
