@@ -14,7 +14,8 @@ steps   d3LLM      tokens that the model's own rollout revealed last;  the first
 A bidirectional model has these masks in one block of the answer, and all behind it is masked; a
 block model has them in each of its blocks, which see the clean blocks before them.
 
-python   algos/distill.py   # prints how to draw samples of the tiny model, for --data
+python   evals/run.py --model tiny-sdar --tasks countdown --split train --out runs/own  # answers
+python   algos/distill.py --data runs/own               # of the shipped tiny model on a CPU
 torchrun --nproc-per-node 8 algos/distill.py --model sdar-8b --data runs/own  # LoRA, eight GPUs
 """
 
@@ -75,12 +76,10 @@ class Args(RunFlags):
     """gradient norm clip (both: 1)"""
     lora_alpha: int = 128
     """adapters are scaled by lora_alpha / lora_rank (dParallel: 128 / 128; d3LLM: 256 / 256)"""
-    RANGES = {"batch_size": 1, "blocks": 1}
+    RANGES = {"blocks": 1}
 
 
 BY_SIZE = {"tiny": TINY}
-TEMPERATURE = 0.5  # of H (both)
-MOST = 1 << 20  # forwards of a rollout
 
 
 def sample_masks(batch, progress, args):
@@ -98,7 +97,8 @@ def sample_masks(batch, progress, args):
     work = c & (block == picked)
     masked = work & (noise < 0.5)
     if args.masks == "steps":
-        order = 1 - (batch.trace.step_map + noise) / MOST  # tokens of a forward in any order
+        # last revealed first, tokens of a forward in any order; in 0..1, as in choose_in_blocks
+        order = 1 - (batch.trace.step_map + noise) / (1 << 20)
         share = low + (args.mask_ratio[1] - low) * (level % 1)
         masked, *_ = choose_in_blocks(work, block, share, order)
     scored, behind = torch.stack([masked, work & ~masked], 1), ~c | (block > picked)
@@ -109,10 +109,9 @@ def sample_masks(batch, progress, args):
 def certainty_loss(logps, entropies, right, rows, args):
     """logps, entropies, right [B, 2, L], 0 where not scored -> loss, metrics"""
     mean = lambda x, where: (x * where).sum(2) / where.sum(2).clamp(min=1) / args.batch_size
-    ce, entropy = -mean(logps, rows.weights).sum(), mean(entropies, right)
-    entropy = (entropy if args.masks == "random" else entropy[:, 0]).sum()
-    loss = ce + args.entropy_weight * entropy
-    return loss, {"loss/cross_entropy": ce, "loss/entropy": entropy}
+    copies = 1 + (args.masks == "random")  # that have H
+    ce, H = -mean(logps, rows.weights).sum(), mean(entropies, right)[:, :copies].sum()
+    return ce + args.entropy_weight * H, {"loss/cross_entropy": ce, "loss/entropy": H}
 
 
 # >>> shared: parallelize
@@ -142,9 +141,8 @@ def build_policy(device, args):
 
 def micro_loss(model, rows, args):
     """The only forward in training. -> share of the loss of a micro-batch, metrics"""
-    noisy_ids = torch.where(rows.masked, model.mask_token_id, rows.input_ids[:, None])
-    where = rows.weights > 0, rows.valid_mask, TEMPERATURE
-    values = model.logps(rows.input_ids, noisy_ids, *where, certainty=True)
+    how = rows.weights > 0, rows.valid_mask, 0.5  # the temperature of H (both)
+    values = model.logps(rows.input_ids, rows.noisy_ids, *how, certainty=True)
     return certainty_loss(*values, rows, args)
 
 

@@ -294,10 +294,9 @@ def draw_logps(model, rows, entropy=False):
 
     -> [R, K, L] fp32, 0 elsewhere; with entropy=True a pair (logps, entropies without gradient)
     """
-    noisy_ids = torch.where(rows.masked, model.mask_token_id, rows.input_ids[:, None])
-    settings = {"temperature": rows.temperature, "entropy": entropy, "targets": rows.targets}
+    how = {"temperature": rows.temperature, "entropy": entropy, "targets": rows.targets}
     # weights, of the completion: the last L columns
-    return model.logps(rows.input_ids, noisy_ids, rows.weights != 0, rows.valid_mask, **settings)
+    return model.logps(rows.input_ids, rows.noisy_ids, rows.weights != 0, rows.valid_mask, **how)
 
 
 @torch.no_grad()

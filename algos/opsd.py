@@ -214,10 +214,9 @@ def draw_logps(model, rows):
 
     -> [R, K, L, k] fp32, 0 elsewhere; where rows.targets is k, with the ids of the likeliest
     """
-    noisy_ids = torch.where(rows.masked, model.mask_token_id, rows.input_ids[:, None])
-    settings = {"temperature": rows.temperature, "targets": rows.targets}
+    how = {"temperature": rows.temperature, "targets": rows.targets}
     # weights, of the completion: the last L columns
-    return model.logps(rows.input_ids, noisy_ids, rows.weights != 0, rows.valid_mask, **settings)
+    return model.logps(rows.input_ids, rows.noisy_ids, rows.weights != 0, rows.valid_mask, **how)
 
 
 def prepare_rows(model, ref, batch, args):

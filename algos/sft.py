@@ -89,7 +89,7 @@ class Args(RunFlags):
     """pack the examples of a step into rows of this many tokens (SDAR: 20480); 0: one per row"""
     group_by_length: bool = True
     """sort the rows of a step by length, so that micro-batches need little padding"""
-    RANGES = {"batch_size": 1, "max_length": 1, "edit_rate": (0, 1)}
+    RANGES = {"edit_rate": (0, 1)}
 
 
 # What differs on the tiny models, and on others where all weights train.

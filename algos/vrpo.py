@@ -79,7 +79,7 @@ class Args(RunFlags):
     """policy and reference see the same timesteps and masks (paper: yes; naive DPO: no)"""
     sft_coef: float = 0.05
     """weight of the supervised term on the chosen answer (paper: 0.05)"""
-    RANGES = {"batch_size": 1, "max_length": 1, "beta": 1e-9}
+    RANGES = {"beta": 1e-9}
 
     def num_draws(self, replays):
         return self.mc_num * self.masks_per_timestep
@@ -197,8 +197,7 @@ def make_batch(pairs, first, args, model, step, device):
 
 def draw_elbos(model, rows):
     """The only forward in training: ELBOs of R sequences, means over the draws. -> [R] fp32"""
-    noisy_ids = torch.where(rows.masked, model.mask_token_id, rows.input_ids[:, None])
-    logps = model.logps(rows.input_ids, noisy_ids, rows.weights > 0, rows.valid_mask)
+    logps = model.logps(rows.input_ids, rows.noisy_ids, rows.weights > 0, rows.valid_mask)
     return (rows.weights * logps).sum(2).mean(1)
 
 

@@ -9,6 +9,7 @@ Wrong answers are well-formed text too, which a model that was just converted ha
 distil only what is right take --wrong 0.
 """
 
+import os
 import random
 import sys
 from array import array
@@ -60,6 +61,9 @@ def right_answers(path, tokenizer, asked):
     """path: one of `samples` below; asked: the prompts that the run is scored on -> TokenRows of
     prompt, canvas, and of each of its tokens the number of the forward that revealed it, -1 of
     masks"""
+    if not os.path.exists(path):
+        how = "evals/run.py --model MODEL --tasks TASK --split train --out runs/own"
+        raise SystemExit(f"--data {path!r} has no samples; python {how} draws some")
     rows, asked = read_rows(path, "samples"), set(map(question, asked))
     kept = [
         [

@@ -69,6 +69,11 @@ class Rows:
         self.completion_mask = batch.completion_mask[index]  # [R, L] bool
         self.advantages = batch.advantages[index]  # [R]
 
+    @property
+    def noisy_ids(self):
+        """[R, K, T] what the model is shown"""
+        return torch.where(self.masked, self.batch.mask_token_id, self.input_ids[:, None])
+
     def select(self, index):
         """rows[index] for a slice, bool or long index"""
         rows = copy(self)
