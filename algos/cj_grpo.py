@@ -106,22 +106,18 @@ def sample_masks(batch, iteration, args):
     Weights 1 / (transitions of the sequence x tokens of the transition).
     -> Rows, R = B, K steps; a sequence that needed fewer has draws of weight 0
     """
-    num_replays = batch.trace.num_replays
-    n = args.num_draws(num_replays)
-    if iteration > 0 and n == num_replays:
+    if iteration > 0 and not args.train_steps:
         return None
     replay, block = batch.trace.replay_map, batch.block_ids - batch.block_ids.min()  # [B, L]
     revealed = replay >= 0
-    transition = block * num_replays + replay.clamp(min=0)
+    transition = block * batch.trace.num_replays + replay.clamp(min=0)
     tokens = torch.zeros(len(replay), int(transition.max()) + 1, device=replay.device)
     tokens.scatter_add_(1, transition, revealed.float())  # [B, number of transitions]
     weight = revealed / (tokens.gather(1, transition) * (tokens > 0).sum(1, keepdim=True))
-    # [B, K, L], 0: revealed by this step
-    now = replay[:, None] - torch.arange(num_replays, device=replay.device)[:, None]
-    masked = (now >= 0) | ~revealed[:, None]
-    rows = Rows(batch, masked, torch.where(now == 0, weight[:, None], 0.0))
+    new, masked = batch.trace.replayed()  # [B, K, L]
+    rows = Rows(batch, masked, new * weight[:, None])
     rows.temperature = args.temperature
-    return rows.subsample(n, iteration)
+    return rows.subsample(args.train_steps, iteration)
 
 
 # >>> shared: method_passes
@@ -217,12 +213,10 @@ def draw_logps(model, rows, entropy=False):
     return model.logps(rows.input_ids, rows.noisy_ids, rows.weights != 0, rows.valid_mask, **how)
 
 
-@torch.no_grad()
 def frozen_estimates(model, rows, args):
     """Estimates of all rows without a graph: the old and the reference values."""
-    micros = rows.micro_batches(args.micro_batch_size)
-    parts = [estimate_logps(draw_logps(model, micro), micro, args) for micro, *_ in micros]
-    return torch.cat(parts)[: len(rows.input_ids)]
+    estimates = lambda micro: estimate_logps(draw_logps(model, micro), micro, args)
+    return rows.evaluate(args.micro_batch_size, estimates)
 
 
 def prepare_rows(model, ref, batch, args):

@@ -56,6 +56,7 @@ from operator import mul
 from typing import Literal
 
 from distributed.groups import over_ranks
+from rollout.traces import among
 
 
 @dataclass
@@ -150,11 +151,10 @@ def tree_segments(trace, args):
     forks = tree_forks(args, block_length)
     step = trace.blocks * args.denoising_steps + trace.step_map  # counted over all blocks
     number = torch.bucketize(step, ids.new_tensor(forks), right=True)
-    number[trace.step_map < 0] = len(forks) + 1  # never
-    since = number[:, None] - torch.arange(len(forks) + 1, device=ids.device)[:, None]
-    is_eos = torch.isin(ids, ids.new_tensor(trace.settings["eos_token_ids"]))
-    seen = is_eos[:, None] & (since <= 0)  # in the canvas with which a segment ends
-    return since >= 0, (since == 0) & (seen.cumsum(2) - seen.long() == 0)
+    new, masked = trace.replayed(number.where(trace.step_map >= 0, -1), len(forks) + 1)
+    is_eos = among(ids, trace.settings["eos_token_ids"])
+    seen = is_eos[:, None] & (new | ~masked)  # in the canvas with which a segment ends
+    return masked, new & (seen.cumsum(2) - seen.long() == 0)
 
 
 def schedule(progress, args):
@@ -299,12 +299,10 @@ def draw_logps(model, rows, entropy=False):
     return model.logps(rows.input_ids, rows.noisy_ids, rows.weights != 0, rows.valid_mask, **how)
 
 
-@torch.no_grad()
 def frozen_estimates(model, rows, args):
     """Estimates of all rows without a graph: the old and the reference values."""
-    micros = rows.micro_batches(args.micro_batch_size)
-    parts = [estimate_logps(draw_logps(model, micro), micro, args) for micro, *_ in micros]
-    return torch.cat(parts)[: len(rows.input_ids)]
+    estimates = lambda micro: estimate_logps(draw_logps(model, micro), micro, args)
+    return rows.evaluate(args.micro_batch_size, estimates)
 
 
 def prepare_rows(model, ref, batch, args):

@@ -100,13 +100,10 @@ def sample_masks(batch, iteration, args):
 
     Weights 1. -> Rows, R = B, K steps; a completion that took fewer has draws of weight 0
     """
-    S = batch.trace.num_replays
-    # [B, L] step of each token; S: stays masked
-    replay = batch.trace.replay_map.where(batch.completion_mask, S)
-    now = replay[:, None] - torch.arange(S, device=replay.device)[:, None]  # [B, S, L], 0: this one
-    rows = Rows(batch, now >= 0, now == 0)
+    new, masked = batch.trace.replayed()  # [B, S, L]
+    rows = Rows(batch, masked, new & batch.completion_mask[:, None])
     rows.temperature = args.temperature
-    return rows.subsample(args.num_draws(S), iteration)
+    return rows.subsample(args.train_steps, iteration)
 
 
 # >>> shared: method_passes
@@ -201,12 +198,10 @@ def draw_logps(model, rows, entropy=False):
     return model.logps(rows.input_ids, rows.noisy_ids, rows.weights != 0, rows.valid_mask, **how)
 
 
-@torch.no_grad()
 def frozen_estimates(model, rows, args):
     """Estimates of all rows without a graph: the old and the reference values."""
-    micros = rows.micro_batches(args.micro_batch_size)
-    parts = [estimate_logps(draw_logps(model, micro), micro, args) for micro, *_ in micros]
-    return torch.cat(parts)[: len(rows.input_ids)]
+    estimates = lambda micro: estimate_logps(draw_logps(model, micro), micro, args)
+    return rows.evaluate(args.micro_batch_size, estimates)
 
 
 def prepare_rows(model, ref, batch, args):

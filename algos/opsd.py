@@ -105,37 +105,33 @@ def sample_masks(batch, iteration, args):
     -> Rows, R = B, K = num_replays
     """
     trace, block = batch.trace, batch.trace.blocks
-    replay = trace.replay_map[:, None]  # [B, 1, L]
+    new, masked = trace.replayed()  # [B, K, L]
     step = torch.arange(trace.num_replays, device=block.device)[:, None]
-    now = replay - step  # [B, K, L], 0: revealed by this step, above: by a later one
     mine = (step + block[:, None]) % args.num_iterations == iteration
-    hit = (now == 0) & mine & batch.completion_mask[:, None]
+    hit = new & mine & batch.completion_mask[:, None]
     # in the block of such a token
     work = hit.float() @ (block[:, None] == block[:, :, None]).float() > 0
-    ahead = (now > 0) & (work.cumsum(2) > 0)
+    # what later steps revealed
+    ahead = (trace.step_map >= 0)[:, None] & masked & ~new & (work.cumsum(2) > 0)
     later = ahead & ~work
     if trace.settings["attention"] == "bidirectional":  # a block model sees no later block
         ahead = torch.where(later.any(2, keepdim=True), later, ahead)
     noise = batch.uniform("ahead", step[..., None]).transpose(0, 1)
-    masked = (now >= 0) | (replay < 0)
     hidden = masked & ~(ahead & (noise < args.teacher_share))  # from the teacher
     revealed = hit.sum(2, keepdim=True)
     rows = Rows(batch, hidden, (work & hidden) / revealed.sum(1, keepdim=True).clamp(min=1))
-    rows.targets, rows.student, rows.revealed = args.teacher_top_k, rows.masked.clone(), revealed
-    rows.student[..., batch.P :] = masked
+    rows.student = torch.nn.functional.pad(masked, (batch.P, 0))
+    rows.targets, rows.revealed = args.teacher_top_k, revealed
     return rows
 
 
-@torch.no_grad()
 def teach(teacher, rows, args):
     """-> rows for an update of the student, from those of `sample_masks`: weights at the masks of
     which the teacher is surest, as many as the step revealed; its tokens there, targets [R, K, L,
     k], and their estimates, ref [R, K, L, k]
     """
     rows = rows.for_update(args.micro_batch_size, DRAWS_TOGETHER, keep_all=False)
-    micros = rows.micro_batches(args.micro_batch_size)
-    found = zip(*(draw_logps(teacher, micro) for micro, *_ in micros), strict=True)
-    logps, ids = (torch.cat(parts)[: len(rows.masked)] for parts in found)
+    logps, ids = rows.evaluate(args.micro_batch_size, lambda micro: draw_logps(teacher, micro))
     surprisal = (-logps[..., 0]).where(rows.weights > 0, torch.inf)
     rows.weights *= surprisal.argsort(2).argsort(2) < rows.revealed
     rows.targets, rows.masked = ids, rows.student

@@ -93,14 +93,10 @@ def sample_masks(batch, iteration, args):
     Where the order does not depend on the draws, those not revealed are noise and are left out.
     -> Rows, R = B, K = n. targets [R, K, L]: the draws
     """
-    draws, replay = batch.trace.records["tokens"], batch.trace.replay_map[:, None]
-    S, scored = draws.shape[1], draws >= 0
-    step = torch.arange(S, device=draws.device)[:, None]
-    if args.remasking == "random":
-        scored &= replay == step
-    rows = Rows(batch, (replay >= step) | (replay < 0), scored)
+    draws, (revealed, masked) = batch.trace.records["tokens"], batch.trace.replayed()  # [B, S, L]
+    rows = Rows(batch, masked, revealed if args.remasking == "random" else draws >= 0)
     rows.targets, rows.temperature = draws.clamp(min=0), args.temperature
-    rows = rows.subsample(args.num_draws(S), iteration)
+    rows = rows.subsample(args.train_steps, iteration)
     rows.targets = rows.targets.long()
     return rows
 
@@ -195,12 +191,10 @@ def draw_logps(model, rows, entropy=False):
     return model.logps(rows.input_ids, rows.noisy_ids, rows.weights != 0, rows.valid_mask, **how)
 
 
-@torch.no_grad()
 def frozen_estimates(model, rows, args):
     """Estimates of all rows without a graph: the old and the reference values."""
-    micros = rows.micro_batches(args.micro_batch_size)
-    parts = [estimate_logps(draw_logps(model, micro), micro, args) for micro, *_ in micros]
-    return torch.cat(parts)[: len(rows.input_ids)]
+    estimates = lambda micro: estimate_logps(draw_logps(model, micro), micro, args)
+    return rows.evaluate(args.micro_batch_size, estimates)
 
 
 def prepare_rows(model, ref, batch, args):

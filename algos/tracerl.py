@@ -128,18 +128,17 @@ def sample_masks(batch, iteration, args):
     mine = batch.advantages.view(-1, G).any(1).repeat_interleave(G)  # a group as a whole, [B]
     if args.minibatches:
         mine &= batch.trace.sample_index % args.num_iterations == iteration
-    rounds = (batch.trace.reveal_map // args.shrink)[:, None]  # [B, 1, L], -1: never revealed
-    num_replays = batch.trace.num_replays
-    k = torch.arange(-(-num_replays // args.shrink), device=rounds.device)[:, None]
-    scored = (rounds == k) & (batch.completion_mask & mine[:, None])[:, None]
+    rounds, K = batch.trace.reveal_map // args.shrink, -(-batch.trace.num_replays // args.shrink)
+    revealed, masked = batch.trace.replayed(rounds, K)  # [B, K, L]
+    scored = revealed & (batch.completion_mask & mine[:, None])[:, None]
     size = scored.sum(2, keepdim=True).clamp(min=1) if args.row_mean else args.gen_length
-    rows = Rows(batch, (rounds >= k) | (rounds < 0), scored / size)
+    rows = Rows(batch, masked, scored / size)
     rows.advantages = mine.float()  # those of a trained group count, even where theirs is 0
     # draws with a scored token, over all ranks: the rows of the paper
     rows.total = max(over_ranks(scored.any(2).sum()), 1)
     right = (batch.rewards >= 1).float()
     rows.right = right / (over_ranks(rows.weights.sum((1, 2)) @ right) or 1)  # [B]
-    return rows.subsample(args.num_draws(num_replays), iteration)
+    return rows.subsample(args.train_steps, iteration)
 
 
 # >>> shared: method_passes
@@ -283,12 +282,10 @@ def draw_logps(model, rows, entropy=False):
     return model.logps(rows.input_ids, rows.noisy_ids, rows.weights != 0, rows.valid_mask, **how)
 
 
-@torch.no_grad()
 def frozen_estimates(model, rows, args):
     """Estimates of all rows without a graph: the old and the reference values."""
-    micros = rows.micro_batches(args.micro_batch_size)
-    parts = [estimate_logps(draw_logps(model, micro), micro, args) for micro, *_ in micros]
-    return torch.cat(parts)[: len(rows.input_ids)]
+    estimates = lambda micro: estimate_logps(draw_logps(model, micro), micro, args)
+    return rows.evaluate(args.micro_batch_size, estimates)
 
 
 def prepare_rows(model, ref, batch, args):

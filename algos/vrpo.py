@@ -201,11 +201,10 @@ def draw_elbos(model, rows):
     return (rows.weights * logps).sum(2).mean(1)
 
 
-@torch.no_grad()
 def elbo_values(model, rows, args):
-    """ELBOs [B] of the whole batch. Without a graph the draws of a sequence always fit."""
-    micros = rows.micro_batches(max(args.micro_batch_size, rows.masked.shape[1]))
-    return torch.cat([draw_elbos(model, micro) for micro, *_ in micros])[: len(rows.masked)]
+    """ELBOs [B] of the whole batch, without a graph: then the draws of a sequence always fit."""
+    size = max(args.micro_batch_size, rows.masked.shape[1])
+    return rows.evaluate(size, lambda micro: draw_elbos(model, micro))
 
 
 def micro_loss(model, rows, args):

@@ -88,10 +88,10 @@ class Rows:
     def subsample(self, n, iteration):
         """n draws of each row, random ones of those that score something, their weights divided by
         the probability to be chosen: a loss that is a sum over draws, and its gradient, stay the
-        same in expectation. Row r is sequence r. n: at least K is all, as they are.
+        same in expectation. Row r is sequence r. n: 0, or at least K, is all, as they are.
         """
         made = self.weights.any(2)  # [R, K]
-        if n >= made.shape[1]:
+        if not 0 < n < made.shape[1]:
             return self
         draw = torch.arange(made.shape[1], device=made.device)
         # those made come first
@@ -133,6 +133,16 @@ class Rows:
             first = starts[min(i, len(starts) - 1)]
             micro = self.select(slice(first, first + size))
             yield micro, i + 1 == count, i < len(starts) and self.has_gradient
+
+    @torch.no_grad()
+    def evaluate(self, size, values):
+        """values(micro-batch of at most `size` draws) -> tensor, or several, [its rows, ...]
+
+        -> the same of all rows, without a graph
+        """
+        parts = [values(micro) for micro, *_ in self.micro_batches(size)]
+        join = lambda found: torch.cat(found)[: len(self.masked)]
+        return join(parts) if torch.is_tensor(parts[0]) else [*map(join, zip(*parts, strict=True))]
 
     @torch.no_grad()
     def mismatch(self, logps, entropies):

@@ -35,7 +35,7 @@ GOLDEN, BLOCKS = RELEASED["distill"], {"random": (4, 4), "steps": (2, 6)}
 def test_the_loss_is_that_of_the_released_code(row):
     """compute_loss of one answer after the other, the mask token left out as in ours."""
     codes = torch.tensor([[[*map(int, draw)] for draw in rows] for rows in GOLDEN["masks"]])
-    batch = made_batch(torch.tensor(GOLDEN["text"]), torch.ones(2, 12) > 0)
+    batch = made_batch(torch.tensor(GOLDEN["text"]), torch.ones(2, 12) > 0, mask=257)
     batch.advantages = torch.ones(2)
     rows = Rows(batch, codes > 0, codes[..., 6:] == 2).for_update(4, True, True)
     args = distill.Args(batch_size=2, micro_batch_size=2, **row["flags"])

@@ -325,7 +325,8 @@ def test_a_tiny_llada_equals_the_released_code(row):
     module = importlib.import_module(f"algos.{row['script']}")
     args = module.Args(num_generations=2, micro_batch_size=64, **row["flags"])
     codes = torch.tensor([[[int(c) for c in draw] for draw in rows] for rows in row["masks"]])
-    batch = made_batch(TEXT, torch.arange(12) < torch.tensor(row["lengths"])[:, None])
+    c = torch.arange(12) < torch.tensor(row["lengths"])[:, None]
+    batch = made_batch(TEXT, c, mask=257)
     batch.advantages = torch.tensor(row["advantages"])
     weights = (codes[..., 6:] == 2) * torch.tensor(row["weights"])[..., None]  # 2: scored
     rows = module.Rows(batch, codes > 0, weights)
