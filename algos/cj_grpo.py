@@ -51,6 +51,8 @@ TINY = {  # what every method takes on the tiny models
 # isort: split
 from typing import Literal
 
+from rollout.rows import block_counts
+
 
 @dataclass
 class Args(RolloutFlags):
@@ -108,14 +110,10 @@ def sample_masks(batch, iteration, args):
     """
     if iteration > 0 and not args.train_steps:
         return None
-    replay, block = batch.trace.replay_map, batch.block_ids - batch.block_ids.min()  # [B, L]
-    revealed = replay >= 0
-    transition = block * batch.trace.num_replays + replay.clamp(min=0)
-    tokens = torch.zeros(len(replay), int(transition.max()) + 1, device=replay.device)
-    tokens.scatter_add_(1, transition, revealed.float())  # [B, number of transitions]
-    weight = revealed / (tokens.gather(1, transition) * (tokens > 0).sum(1, keepdim=True))
     new, masked = batch.trace.replayed()  # [B, K, L]
-    rows = Rows(batch, masked, new * weight[:, None])
+    tokens, _ = block_counts(new, batch.block_ids[:, None])  # of the transition
+    shares = new / tokens.clamp(min=1)  # they add up to 1 in a transition
+    rows = Rows(batch, masked, shares / shares.sum((1, 2), keepdim=True))
     rows.temperature = args.temperature
     return rows.subsample(args.train_steps, iteration)
 

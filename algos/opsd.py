@@ -49,6 +49,8 @@ TINY = {  # what every method takes on the tiny models
     "prompts_per_step": 16, "warmup_steps": 5, "eval_every": 25, "eval_limit": 512,
 }  # fmt: skip
 # <<< shared: imports
+# isort: split
+from rollout.rows import block_counts
 
 
 @dataclass
@@ -106,17 +108,14 @@ def sample_masks(batch, iteration, args):
     """
     trace, block = batch.trace, batch.trace.blocks
     new, masked = trace.replayed()  # [B, K, L]
-    step = torch.arange(trace.num_replays, device=block.device)[:, None]
-    mine = (step + block[:, None]) % args.num_iterations == iteration
-    hit = new & mine & batch.completion_mask[:, None]
-    # in the block of such a token
-    work = hit.float() @ (block[:, None] == block[:, :, None]).float() > 0
-    # what later steps revealed
-    ahead = (trace.step_map >= 0)[:, None] & masked & ~new & (work.cumsum(2) > 0)
+    mine = (trace.replay_map + block) % args.num_iterations == iteration
+    hit = new & (mine & batch.completion_mask)[:, None]
+    work = block_counts(hit, block[:, None])[0] > 0  # in the block of such a token
+    ahead = masked & ~new & (trace.step_map >= 0)[:, None]  # later steps revealed it
     later = ahead & ~work
     if trace.settings["attention"] == "bidirectional":  # a block model sees no later block
         ahead = torch.where(later.any(2, keepdim=True), later, ahead)
-    noise = batch.uniform("ahead", step[..., None]).transpose(0, 1)
+    noise = torch.stack([batch.uniform("ahead", k) for k in range(trace.num_replays)], 1)
     hidden = masked & ~(ahead & (noise < args.teacher_share))  # from the teacher
     revealed = hit.sum(2, keepdim=True)
     rows = Rows(batch, hidden, (work & hidden) / revealed.sum(1, keepdim=True).clamp(min=1))

@@ -160,11 +160,11 @@ class Rows:
 def block_counts(tokens, block):
     """Marked tokens in the likelihood block of each token, and in all blocks before it.
 
-    tokens, block [B, L] -> two [B, L]
+    tokens [B, L] or [B, K, L], block [B, L] or [B, 1, L] -> two like tokens
     """
-    ends, block = tokens.long().cumsum(1), block.contiguous()
-    before = (ends - tokens.long()).gather(1, torch.searchsorted(block, block))
-    return ends.gather(1, torch.searchsorted(block, block, right=True) - 1) - before, before
+    ends, block = tokens.long().cumsum(-1), block.expand_as(tokens).contiguous()
+    before = (ends - tokens.long()).gather(-1, torch.searchsorted(block, block))
+    return ends.gather(-1, torch.searchsorted(block, block, right=True) - 1) - before, before
 
 
 def choose_in_blocks(tokens, block, u, noise):
