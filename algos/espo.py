@@ -136,19 +136,21 @@ def policy_loss(estimates, old, ref, rows, args):
     """
     # c: share of a sequence in the mean over all of the step
     A, L, c = rows.advantages, rows.completion_mask.sum(1), 1 / rows.batch.num_sequences
+    # >>> shared: method_clip_whole
     ratio = ((estimates - old) / L).exp()
     clipped = ratio.clamp(1 - args.epsilon, 1 + args.epsilon)
     policy = -torch.minimum(ratio * A, clipped * A).sum() * c
-    gap = torch.zeros_like(estimates) if ref is None else estimates - ref
-    kl = (gap**2 / (2 * L)).sum() * c  # k2 of the ratio per token would be L times less
-    return policy + args.beta * kl, {
+    metrics = {
         "loss/policy": policy,
-        "loss/kl": kl,
         "policy/elbo": estimates.sum() * c,
         "policy/ratio": ratio.sum() * c,
         "policy/clip_frac": (clipped * A < ratio * A).sum() * c,
         "policy/weight": torch.ones_like(A).sum() * c,
     }
+    # <<< shared: method_clip_whole
+    gap = torch.zeros_like(estimates) if ref is None else estimates - ref
+    kl = (gap**2 / (2 * L)).sum() * c  # k2 of the ratio per token would be L times less
+    return policy + args.beta * kl, metrics | {"loss/kl": kl}
 
 
 # >>> shared: reference

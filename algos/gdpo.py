@@ -117,15 +117,20 @@ def compute_advantages(rewards, args):
 def policy_loss(estimates, old, ref, rows, args):
     """PPO clip of the ratio per token. estimates, old [R] -> loss, metrics"""
     # c: share of a sequence in the mean over all of the step
-    A, c = rows.advantages, 1 / rows.batch.num_sequences
-    ratio = ((estimates - old) / rows.completion_mask.sum(1)).exp()
-    clipped = ratio.clamp(1 - args.epsilon, 1 + args.epsilon) * A
-    policy = -torch.minimum(ratio * A, clipped).sum() * c
-    return policy, {
+    A, L, c = rows.advantages, rows.completion_mask.sum(1), 1 / rows.batch.num_sequences
+    # >>> shared: method_clip_whole
+    ratio = ((estimates - old) / L).exp()
+    clipped = ratio.clamp(1 - args.epsilon, 1 + args.epsilon)
+    policy = -torch.minimum(ratio * A, clipped * A).sum() * c
+    metrics = {
         "loss/policy": policy,
+        "policy/elbo": estimates.sum() * c,
         "policy/ratio": ratio.sum() * c,
+        "policy/clip_frac": (clipped * A < ratio * A).sum() * c,
         "policy/weight": torch.ones_like(A).sum() * c,
     }
+    # <<< shared: method_clip_whole
+    return policy, metrics
 
 
 # >>> shared: parallelize

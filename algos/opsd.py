@@ -129,7 +129,7 @@ def teach(teacher, rows, args):
     which the teacher is surest, as many as the step revealed; its tokens there, targets [R, K, L,
     k], and their estimates, ref [R, K, L, k]
     """
-    rows = rows.for_update(args.micro_batch_size, DRAWS_TOGETHER, keep_all=False)
+    rows = rows.for_update(args.micro_batch_size, DRAWS_TOGETHER, False)
     logps, ids = rows.evaluate(args.micro_batch_size, lambda micro: draw_logps(teacher, micro))
     surprisal = (-logps[..., 0]).where(rows.weights > 0, torch.inf)
     rows.weights *= surprisal.argsort(2).argsort(2) < rows.revealed

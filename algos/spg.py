@@ -154,8 +154,10 @@ def compute_advantages(rewards, args):
 
 def policy_loss(estimates, old, ref, rows, args):
     """Advantage times bound, mean over all tokens of the step. estimates [R, 2] -> loss, metrics"""
+    # >>> shared: method_bound
     (elbo, eubo), A = estimates.unbind(1), rows.advantages  # [R]
     bound = torch.where(A > 0, elbo, elbo.lerp(eubo, args.omega))
+    # <<< shared: method_bound
     c = rows.completion_mask.sum(1).to(estimates) / rows.batch.num_tokens
     policy = -(A * bound * c).sum()
     return policy, {

@@ -12,7 +12,7 @@ w     = tokens / masked tokens where masked. A draw masks part of one block of t
 What differs from d1, and why:
 1. Masks and bounds are SPG's: a ratio of ELBOs is noisy, so the loss has the bound itself.
 2. Ratios are weights, clipped for both signs of A: PPO's clip lets those of A < 0 grow.
-3. They are divided by their sum in the group, so that an update is a mean of its completions'.
+3. They are divided by their mean in the group, so that an update is a mean of its completions'.
 4. The sum needs the current ELBOs of the whole group: one forward more in each update.
 5. No KL, so no reference.
 
@@ -157,20 +157,23 @@ def compute_advantages(rewards, args):
 
 
 def group_weights(estimates, rows, args):
-    """Clipped ratios, divided by their sum in the group. Current estimates [R, 2] -> [R]"""
-    old = estimates if rows.old is None else rows.old
-    ratio = (estimates - old)[:, 0].exp().clamp(max=args.clip_ratio)
-    # completions that were left out because their advantage is 0 count with ratio 1
-    total = torch.full_like(rows.batch.advantages, args.num_generations)
-    group = rows.sequence // args.num_generations
-    return ratio / total.index_add(0, group, (ratio - 1).to(total))[group]
+    """Clipped ratios, divided by their mean in the group. Current estimates [R, 2] -> [R]"""
+    # of all completions: 1 where A is 0, which are not in rows, and in a rollout's only update
+    ratio = estimates.new_ones(len(rows.batch.advantages))
+    if rows.old is not None:
+        ratio[rows.sequence] = (estimates - rows.old)[:, 0].exp().clamp(max=args.clip_ratio)
+    groups = ratio.view(-1, args.num_generations)
+    return (groups / groups.mean(1, keepdim=True)).flatten()[rows.sequence]
 
 
 def policy_loss(estimates, old, ref, rows, args):
     """Weight times advantage times bound, mean over groups. estimates [R, 2] -> loss, metrics"""
-    (elbo, eubo), A, c = estimates.unbind(1), rows.advantages, 1 / rows.batch.num_sequences
+    # >>> shared: method_bound
+    (elbo, eubo), A = estimates.unbind(1), rows.advantages  # [R]
     bound = torch.where(A > 0, elbo, elbo.lerp(eubo, args.omega))
-    policy = -(rows.shares * A * bound).sum() * args.num_generations * c
+    # <<< shared: method_bound
+    c = 1 / rows.batch.num_sequences
+    policy = -(rows.shares * A * bound).sum() * c
     return policy, {
         "loss/policy": policy,
         "policy/elbo": elbo.sum() * c,
