@@ -231,12 +231,14 @@ def policy_loss(estimates, old, ref, rows, args):
     estimates, old, ref [R, L] -> loss, metrics
     """
     A, c = rows.advantages[:, None], rows.weights[:, 0]  # [R, 1], [R, L]
+    # >>> shared: method_kl
+    log_ratio = torch.zeros_like(estimates) if ref is None else ref - estimates
+    kl = ((log_ratio.expm1() - log_ratio) * c).sum()  # k3
+    # <<< shared: method_kl
     # >>> shared: method_clip
     ratio = (estimates - old).exp()
     clipped = ratio.clamp(1 - args.epsilon, 1 + args.epsilon)
     policy = (-torch.minimum(ratio * A, clipped * A) * c).sum()
-    log_ratio = torch.zeros_like(estimates) if ref is None else ref - estimates
-    kl = ((log_ratio.expm1() - log_ratio) * c).sum()  # k3
     metrics = {
         "loss/policy": policy,
         "loss/kl": kl,

@@ -169,21 +169,25 @@ def policy_loss(estimates, old, ref, rows, args):
 
     estimates, old, ref [R, L] -> loss, metrics
     """
-    A, c = rows.advantages[:, None], rows.weights[:, 0] / rows.batch.num_sequences  # [R, 1], [R, L]
+    c = rows.weights[:, 0] / rows.batch.num_sequences  # [R, L]
     # L / M: tokens of the completion over masked tokens
-    scale = rows.weights.shape[2] / rows.masked.sum(2).to(estimates.dtype)  # [R, 1]
-    ratio = (estimates - old).exp()
-    clipped = ratio.clamp(1 - args.epsilon, 1 + args.epsilon)
-    policy = (-torch.minimum(ratio * A, clipped * A) * scale * c).sum()
+    scale = rows.weights.shape[2] / rows.masked.sum(2).to(estimates.dtype)
+    A = rows.advantages[:, None] * scale  # [R, 1]
     log_ratio = torch.zeros_like(estimates) if ref is None else ref - estimates
     kl = (log_ratio.square() / 2 * c).sum()  # k2
-    return policy + args.beta * kl, {
+    # >>> shared: method_clip
+    ratio = (estimates - old).exp()
+    clipped = ratio.clamp(1 - args.epsilon, 1 + args.epsilon)
+    policy = (-torch.minimum(ratio * A, clipped * A) * c).sum()
+    metrics = {
         "loss/policy": policy,
         "loss/kl": kl,
         "policy/ratio": (ratio * c).sum(),
         "policy/clip_frac": ((clipped * A < ratio * A) * c).sum(),
         "policy/weight": c.sum(),
     }
+    # <<< shared: method_clip
+    return policy + args.beta * kl, metrics
 
 
 # >>> shared: parallelize

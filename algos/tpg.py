@@ -124,12 +124,14 @@ def policy_loss(estimates, old, ref, rows, args):
     """PPO clip and k3 KL of every draw, summed. estimates, old, ref [R, K, L] -> loss, metrics"""
     # [R, 1, 1], [R, K, L]
     A, c = rows.advantages[:, None, None], rows.weights / rows.batch.num_sequences
+    # >>> shared: method_kl
+    log_ratio = torch.zeros_like(estimates) if ref is None else ref - estimates
+    kl = ((log_ratio.expm1() - log_ratio) * c).sum()  # k3
+    # <<< shared: method_kl
     # >>> shared: method_clip
     ratio = (estimates - old).exp()
     clipped = ratio.clamp(1 - args.epsilon, 1 + args.epsilon)
     policy = (-torch.minimum(ratio * A, clipped * A) * c).sum()
-    log_ratio = torch.zeros_like(estimates) if ref is None else ref - estimates
-    kl = ((log_ratio.expm1() - log_ratio) * c).sum()  # k3
     metrics = {
         "loss/policy": policy,
         "loss/kl": kl,

@@ -174,12 +174,14 @@ def policy_loss(estimates, old, ref, rows, args):
     # [R, 1, 1], or with a value model [R, 1, L]
     A = getattr(batch, "token_advantages", batch.advantages[:, None])[rows.sequence, None]
     ref = old  # the KL is to the policy before the rollout's updates
+    # >>> shared: method_kl
+    log_ratio = torch.zeros_like(estimates) if ref is None else ref - estimates
+    kl = ((log_ratio.expm1() - log_ratio) * c).sum()  # k3
+    # <<< shared: method_kl
     # >>> shared: method_clip
     ratio = (estimates - old).exp()
     clipped = ratio.clamp(1 - args.epsilon, 1 + args.epsilon)
     policy = (-torch.minimum(ratio * A, clipped * A) * c).sum()
-    log_ratio = torch.zeros_like(estimates) if ref is None else ref - estimates
-    kl = ((log_ratio.expm1() - log_ratio) * c).sum()  # k3
     metrics = {
         "loss/policy": policy,
         "loss/kl": kl,
