@@ -103,7 +103,7 @@ def sample_masks(batch, progress, args):
         masked, *_ = choose_in_blocks(work, block, share, order)
     scored, behind = torch.stack([masked, work & ~masked], 1), ~c | (block > picked)
     rows = Rows(batch, scored | behind[:, None], scored)
-    return rows.for_update(args.micro_batch_size, True, True)
+    return rows.for_update(args.micro_batch_size, True)
 
 
 def certainty_loss(logps, entropies, right, rows, args):

@@ -106,11 +106,11 @@ def sample_masks(batch, iteration, args):
     Weights 1 / revealed tokens, at all masks of blocks in work. `teach` makes them the student's.
     -> Rows, R = B, K = num_replays
     """
-    trace, block = batch.trace, batch.trace.blocks
+    trace = batch.trace
     new, masked = trace.replayed()  # [B, K, L]
-    mine = (trace.replay_map + block) % args.num_iterations == iteration
+    mine = (trace.replay_map + trace.blocks) % args.num_iterations == iteration
     hit = new & (mine & batch.completion_mask)[:, None]
-    work = block_counts(hit, block[:, None])[0] > 0  # in the block of such a token
+    work = block_counts(hit, trace.blocks[:, None])[0] > 0  # in the block of such a token
     ahead = masked & ~new & (trace.step_map >= 0)[:, None]  # later steps revealed it
     later = ahead & ~work
     if trace.settings["attention"] == "bidirectional":  # a block model sees no later block
@@ -129,7 +129,7 @@ def teach(teacher, rows, args):
     which the teacher is surest, as many as the step revealed; its tokens there, targets [R, K, L,
     k], and their estimates, ref [R, K, L, k]
     """
-    rows = rows.for_update(args.micro_batch_size, DRAWS_TOGETHER, False)
+    rows = rows.for_update(args.micro_batch_size, DRAWS_TOGETHER)
     logps, ids = rows.evaluate(args.micro_batch_size, lambda micro: draw_logps(teacher, micro))
     surprisal = (-logps[..., 0]).where(rows.weights > 0, torch.inf)
     rows.weights *= surprisal.argsort(2).argsort(2) < rows.revealed

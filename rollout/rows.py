@@ -101,7 +101,7 @@ class Rows:
         rows.weights *= (made.sum(1).clamp(min=n) / n)[:, None, None]
         return rows
 
-    def for_update(self, size, together, keep_all):
+    def for_update(self, size, together, keep_all=False):
         """Without rows that have no gradient, sorted by length, so that a micro-batch has little
         padding. Draws are split into rows of at most `size`, unless the loss needs them `together`.
 
