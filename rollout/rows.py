@@ -3,6 +3,7 @@
 from copy import copy
 
 import torch
+from torch.utils._pytree import tree_map
 
 from distributed.groups import all_reduce, maximum
 from rollout.sampling import keyed_uniform
@@ -141,8 +142,7 @@ class Rows:
         -> the same of all rows, without a graph
         """
         parts = [values(micro) for micro, *_ in self.micro_batches(size)]
-        join = lambda found: torch.cat(found)[: len(self.masked)]
-        return join(parts) if torch.is_tensor(parts[0]) else [*map(join, zip(*parts, strict=True))]
+        return tree_map(lambda *found: torch.cat(found)[: len(self.masked)], *parts)
 
     @torch.no_grad()
     def mismatch(self, logps, entropies):
