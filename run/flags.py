@@ -113,6 +113,8 @@ class RunFlags:
         "max_grad_norm": (EPS, math.inf),
         "betas": (0, 1 - EPS),
         "mc_num": 1,
+        "batch_size": 1,
+        "max_length": 1,
     }
 
     @classmethod
