@@ -75,8 +75,11 @@ def sync_engine(engine, model, whole=False):
         engine.release()  # CUDA graphs hold addresses
         own = engine.model.state_dict(keep_vars=True)
         for name, value in model.state_dict().items():
-            mine = own[name]
-            mine.data = full_tensor(value).to(mine, copy=mine.requires_grad)
+            mine, value = own[name], full_tensor(value)
+            if mine.requires_grad:  # adapters, of which kernels hold views
+                mine.data.copy_(value)
+            else:
+                mine.data = value.to(mine)
     else:
         exported = export_adapter(model) if has_lora(engine.model) else export_weights(model)
         engine.load_weights(exported)
