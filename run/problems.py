@@ -107,7 +107,11 @@ class Problems(HeldOut):
     def __init__(self, args, model, records, together, uses_old):
         """records: what the sampler must keep; together, uses_old: see run/plan.py"""
         self.mine = rank_share(args.prompts_per_step, "--prompts-per-step")
-        counts_forwards = args.remasking in ADAPTIVE and args.rollout_backend != "lmdeploy"
+        is_lmdeploy = args.rollout_backend == "lmdeploy"
+        if is_lmdeploy and args.lora_rank and not args.lora_merged_rollout:
+            needed = "needs merged weights: add --lora-merged-rollout"
+            raise SystemExit(f"--rollout-backend lmdeploy {needed}")
+        counts_forwards = args.remasking in ADAPTIVE and not is_lmdeploy
         if "tokens_per_forward" in reward_names(args.reward) and not counts_forwards:
             needed = "--remasking low_confidence_dynamic, and a --rollout-backend of ours"
             raise SystemExit(f"--reward tokens_per_forward needs {needed}: others have one rate")

@@ -89,7 +89,8 @@ def test_commands_parse(page):
         if not hasattr(module, "Args"):
             tyro.extras.get_parser(module.main).parse_args(words)
             continue
-        args = check_numbers(tyro.cli(module.Args, args=words))
+        args = tyro.cli(module.Args, args=words)
+        check_numbers(args)
         tasks = getattr(args, "tasks", "") or getattr(args, "task", "")
         assert {task for task in tasks.split(",") if "." not in task} <= TASKS | {""}
         model = getattr(args, "model", "")
