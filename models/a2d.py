@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from models.config import DecoderKeys, Objective
 from models.language_model import Bidirectional, BlockCausal
-from models.layers import MLP, Attention, Block, RMSNorm
+from models.layers import MLP, Attention, Block
 
 
 @dataclass(frozen=True)
@@ -52,9 +52,9 @@ class A2D:
 
     def block(self, layer):
         config, kind = self.config, self.config.model_type
-        bias, norm = config.attention_bias, RMSNorm if kind == "a2d-qwen3" else None
-        attention = Attention(config, layer, bias or kind == "a2d-qwen2", norm, bias)
-        return Block(config, attention, MLP(config.hidden_size, config.intermediate_size), RMSNorm)
+        bias, mlp = config.attention_bias, MLP(config.hidden_size, config.intermediate_size)
+        in_bias, norm = bias or kind == "a2d-qwen2", kind == "a2d-qwen3"
+        return Block(config, Attention(config, layer, in_bias, norm, bias), mlp)
 
     def frequency(self, exponent):
         """Llama 3 slows down dimensions that turn seldom within the context of its first

@@ -36,6 +36,8 @@ class Keys:
 
     fixed, no_effect, needed = {}, "", ()
     tie_word_embeddings = False
+    # Norms round to the model's dtype before they multiply with their weight, or once, after it.
+    round_first = True
 
     def to_dict(self):
         """As transformers' configurations have it, which peft 0.14 calls."""

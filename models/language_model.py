@@ -11,7 +11,6 @@ from torch.utils.checkpoint import checkpoint
 from distributed.sequence import over_heads, own_tokens, sequence_rank, total
 from models.attention import (
     Visibility,
-    bidirectional,
     block_causal,
     make_attend,
     noisy_columns,
@@ -27,7 +26,7 @@ class LanguageModel(nn.Module):
     `block(layer)` -> the layer of that number; `embedding` and `final_norm` name two modules.
     """
 
-    embedding, final_norm, norm = "model.embed_tokens", "model.norm", RMSNorm
+    embedding, final_norm = "model.embed_tokens", "model.norm"
     eos_token_id = None  # where no official file states it
     rope_dtype = None  # of rotary tables; None: that of the hidden states
 
@@ -53,7 +52,7 @@ class LanguageModel(nn.Module):
             self.lm_head.weight = table.weight
         self.model.add_module(self.embedding.removeprefix("model."), table)
         self.model.layers = nn.ModuleList(map(self.block, range(config.num_hidden_layers)))
-        self.model.norm = self.norm(config.hidden_size, config.rms_norm_eps)
+        self.model.norm = RMSNorm(config.hidden_size, config)
 
     @property
     def layers(self):
@@ -185,7 +184,9 @@ class Bidirectional(LanguageModel):
         return position_ids, torch.zeros_like(position_ids)
 
     def visibility(self, block, valid, document_ids=None):
-        return bidirectional(valid, document_ids)
+        """Every token sees every valid one of its document."""
+        pattern = "packed" if document_ids is not None else "full" if valid.all() else "padded"
+        return Visibility(pattern, block, valid, document_ids)
 
     def source(self, valid, document_ids=None):
         """valid [B, T] bool -> [B, T] column of the hidden state that predicts each token: its own

@@ -13,6 +13,7 @@ import resource
 import shutil
 import zlib
 from pathlib import Path
+from types import SimpleNamespace
 
 import huggingface_hub
 import numpy as np
@@ -220,7 +221,7 @@ def test_transformers_qwen3_reads_what_we_save(tmp_path, change, monkeypatch):
 def test_norms_round_where_the_official_code_does(round_first):
     """In bf16 a norm rounds before the weight, or once, after it (SDAR)."""
     x = (3 * torch.randn(64, 16, generator=torch.Generator().manual_seed(0))).bfloat16()
-    norm = RMSNorm(16, 1e-5, round_first).bfloat16()
+    norm = RMSNorm(16, SimpleNamespace(rms_norm_eps=1e-5, round_first=round_first)).bfloat16()
     norm.weight.copy_(torch.linspace(0.5, 1.7, 16))
     y = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1e-5)
     before, after = norm.weight * y.bfloat16(), (norm.weight.float() * y).bfloat16()
