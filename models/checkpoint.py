@@ -26,7 +26,6 @@ from models.tensors import (
 )
 from models.tiny import byte_tokenizer, random_weights
 
-SHARD_BYTES = 4 * 2**30
 # Before Qwen3's template: answers of a2d models begin behind an empty think block, as in dllm.
 NO_THINKING = "{%- set enable_thinking = false %}"
 
@@ -187,12 +186,12 @@ def export_weights(model, dtype=None):
 
 def write_files(folder, config, tensors, shapes, end_ids, pad_id, tokenizer):
     """Write the files of a checkpoint. tensors: pairs (name, tensor) in the dtype that config.json
-    names. Each file of up to SHARD_BYTES is written as soon as it is full, and an index if there
-    are several. shapes {name: shape}. tokenizer: None for none.
+    names. Each file, of up to 5 GB, is written as soon as it is full, and an index if there are
+    several. shapes {name: shape}. tokenizer: None for none.
     """
     dtype = stored_dtype(config)
     like = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes.items()}
-    plan = split_torch_state_dict_into_shards(like, max_shard_size=SHARD_BYTES)
+    plan = split_torch_state_dict_into_shards(like)
     files = defaultdict(dict)
     for name, tensor in tensors:
         file = plan.tensor_to_filename[name]

@@ -205,8 +205,6 @@ class Bidirectional(LanguageModel):
 
     def predictions(self, input_ids, valid):
         hidden = super().predictions(input_ids, valid)
-        if not self.shift:
-            return hidden
         return hidden.gather(1, self.source(valid)[..., None].expand_as(hidden))
 
     def noisy_pass(self, input_ids, noisy_ids, score_mask, valid, document_ids):
