@@ -19,8 +19,9 @@ class Run:
         self.start = from_first_rank(lambda: newest_step(args.resume, args))
         self.log = RunLog(script, args, task, self.start)
         scores = self.log.history(f"eval/{task}")
-        pair = model, optimizer
-        self.saves = Saves(self.log.run_dir, *pair, problems.tokenizer, args, scores, self.start)
+        self.saves = Saves(
+            self.log.run_dir, model, optimizer, problems.tokenizer, args, scores, self.start
+        )
         check_items(problems.train, self.log.run_dir / "config.json")
         self.stop, self.args, self.problems = Stop(getattr(args, "dead_steps", 0)), args, problems
         self.say = self.log.say

@@ -194,11 +194,11 @@ def follow(run_dir, config):
     import wandb
 
     kept = run_dir / "wandb-id"
-    ours = {"WANDB_PROJECT": "cleandllm", "WANDB_NAME": run_dir.name, "WANDB_DIR": run_dir}
+    ours = {"WANDB_PROJECT": "cleandllm", "WANDB_NAME": run_dir.name, "WANDB_DIR": str(run_dir)}
+    os.environ |= ours | os.environ  # the user's own variables stay
     known = kept.read_text() if kept.exists() else None
-    how = {name[6:].lower(): ours[name] for name in ours if name not in os.environ}
     try:
-        run = wandb.init(config=config, id=known, resume="allow", **how)
+        run = wandb.init(config=config, id=known, resume="allow")
     except wandb.Error as error:
         raise SystemExit(f"--track: {error} (or set WANDB_MODE=offline)") from error
     # wandb's own counter would drop the steps that a killed run repeats

@@ -88,8 +88,9 @@ class HeldOut:
             return {}
         if model:
             sync_engine(engine, model)
-        how = self.task, self.tokenizer, problems, name
-        metrics, self.answers = mean_score(engine, *how, **self.sampling)
+        metrics, self.answers = mean_score(
+            engine, self.task, self.tokenizer, problems, name, **self.sampling
+        )
         return metrics
 
     def validate(self, engine, model):
@@ -121,8 +122,9 @@ class Problems(HeldOut):
         self.stream = ShuffledStream(self.train, args.seed)
         prompts = [ids for problems in self.splits.values() for _, ids in problems]
         lengths = [(len(ids), args.gen_length) for ids in prompts]
-        fitting = fit(model, args, lengths, self.splits, together, uses_old)
-        args.micro_batch_size, self.at_once = fitting
+        args.micro_batch_size, self.at_once = fit(
+            model, args, lengths, self.splits, together, uses_old
+        )
         self.facts = f"{len(self.train)} training problems; {self.facts}"
         self.rollout = dict(self.sampling)
         self.sampling |= {"temperature": args.eval_temperature, "seed": -1 - args.seed}
@@ -131,11 +133,11 @@ class Problems(HeldOut):
         """-> the sampler; with LoRA it gets adapters of its own, unless they are merged"""
         args, request = self.args, (self.records, self.rollout)
         lora = args.lora if args.lora_rank and not args.lora_merged_rollout else ()
-        how = args.rollout_backend, device, None, self.at_once, request, lora
-        engine = make_engine(args.model, *how)
-        self.facts += f"; rollouts: {engine.validate(self.records, **self.rollout)}"
-        self.engine = engine
-        return engine
+        self.engine = make_engine(
+            args.model, args.rollout_backend, device, None, self.at_once, request, lora
+        )
+        self.facts += f"; rollouts: {self.engine.validate(self.records, **self.rollout)}"
+        return self.engine
 
     def chosen(self, step):
         """-> [(example, prompt ids)] of this rank in a step"""

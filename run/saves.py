@@ -32,7 +32,7 @@ class Saves:
     resume/step-000050         the state that `include` reads
     """
 
-    def __init__(self, run_dir, model, optimizer, tokenizer, args, scores=(), step=0):
+    def __init__(self, run_dir, model, optimizer, tokenizer, args, scores, step):
         """args: RunFlags. scores: [(step, validation score)] so far. step: see `include`"""
         self.checkpoints, self.resume = Path(run_dir) / "checkpoints", Path(run_dir) / "resume"
         self.model, self.tokenizer, self.args = model, tokenizer, args
@@ -123,9 +123,12 @@ class Trained:
         return {"model": parameters, "optimizer": moments}
 
     def load_state_dict(self, state):
-        parameters, moments = state["model"], state["optimizer"]
-        filled = {"model_state_dict": parameters, "optim_state_dict": moments}
-        set_state_dict(*self.pair, **filled, options=OPTIONS)
+        set_state_dict(
+            *self.pair,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optimizer"],
+            options=OPTIONS,
+        )
 
 
 def sizes(state):

@@ -39,7 +39,7 @@ def saves_of(directory, keep=0, scores=()):
     model = d1.parallelize(tiny_model().float(), ARGS)
     flags = RunFlags(save_every=2, keep_saves=keep, max_steps=9)
     pair = model, torch.optim.AdamW(model.parameters())
-    return Saves(directory, *pair, load_tokenizer("tiny-sdar"), flags, scores)
+    return Saves(directory, *pair, load_tokenizer("tiny-sdar"), flags, scores, 0)
 
 
 @pytest.fixture(autouse=True)

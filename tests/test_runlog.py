@@ -3,6 +3,7 @@
 import csv
 import json
 import math
+import os
 import sys
 import zlib
 from dataclasses import replace
@@ -124,7 +125,7 @@ def test_a_score_redraws_the_figure_at_most_once_a_minute(new_log, monkeypatch, 
 
 def test_wandb_has_rows_page_and_settings_and_a_resumed_run_goes_on(new_log, monkeypatch):
     wandb = MagicMock()
-    monkeypatch.setenv("WANDB_PROJECT", "mine")
+    monkeypatch.setattr(os, "environ", os.environ | {"WANDB_PROJECT": "mine"})
     wandb.init.return_value.id = "x1"
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     log = new_log(track=True)
@@ -135,7 +136,8 @@ def test_wandb_has_rows_page_and_settings_and_a_resumed_run_goes_on(new_log, mon
     log.wandb_run.save.assert_called_once_with(log.run_dir / "report.html", log.run_dir, "now")
     new_log(track=True, resume=str(log.run_dir), step=1)
     first, second = (made.kwargs for made in wandb.init.call_args_list)
-    assert "project" not in first and first["name"] == log.run_dir.name
+    assert os.environ["WANDB_PROJECT"] == "mine"
+    assert os.environ["WANDB_NAME"] == log.run_dir.name
     assert first["config"]["task"] == ARGS.task and (first["id"], second["id"]) == (None, "x1")
 
 
