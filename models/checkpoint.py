@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from distributed.disk import is_first_rank, whole_directory
 from distributed.sequence import check_heads
 from models.config import stored_dtype
-from models.lora import adapter_tensors, has_lora, init_adapters, lora_scaling, merge_adapter
+from models.lora import adapter_tensors, init_adapters, lora_scaling, merge_adapter
 from models.names import SMALL, checkpoint_config, resolve, special_tokens
 from models.tensors import (
     build_model,
@@ -64,7 +64,7 @@ def load_weights(model, device):
         merge_adapter(model, adapter)
     if model.value_head is not None:
         torch.nn.init.zeros_(model.value_head.weight)
-    return init_adapters(model) if has_lora(model) else model
+    return init_adapters(model) if model.lora_config else model
 
 
 def load_model(name_or_dir, device="cpu", dtype=torch.float32):

@@ -46,10 +46,9 @@ def add_lora(model, rank, alpha, targets=(), seed=0, dtype=torch.float32):
         raise SystemExit(f"--lora-targets {', '.join(unknown)} {there}")
     model.requires_grad_(False)
     # No adapter on the head: LLaDA's bears the name of a block's layer.
-    modules = model.named_modules()
-    head = [name for name, module in modules if module is model.lm_head and last(name) in targets]
+    head = [name for name, module in model.named_modules() if module is model.lm_head]
     model.lora_config = LoraConfig(
-        r=rank, lora_alpha=alpha, target_modules=targets, exclude_modules=head or None
+        r=rank, lora_alpha=alpha, target_modules=targets, exclude_modules=head
     )
     # peft's own draws would take 10 s for an 8B model
     inject_adapter_in_model(model.lora_config, model, low_cpu_mem_usage=True)
@@ -77,10 +76,6 @@ def init_adapters(model):
         draws = torch.rand(value.shape, generator=generator) * 2 * bound - bound
         local.copy_(draws[rows.start : rows.stop])
     return model
-
-
-def has_lora(model):
-    return model.lora_config is not None
 
 
 def lora_scaling(config):

@@ -50,9 +50,11 @@ BLOCKS = {"gen_length": 256}
 LLADA2 = {"gen_length": 256, "denoising_steps": 32}
 LLADA2 |= {"remasking": "low_confidence_dynamic", "confidence_threshold": 0.95}
 # a key of CHECKPOINTS -> fields
-SAMPLING = {"tiny": {"gen_length": 12, "denoising_steps": 2}}
-SAMPLING |= {"llada": MASKED, "lladamoe": MASKED, "Dream": MASKED, "a2d-masked": MASKED}
-SAMPLING |= {"sdar": BLOCKS, "sdar_moe": BLOCKS, "a2d-block": BLOCKS, "llada2_moe": LLADA2}
+SAMPLING = {
+    "tiny": {"gen_length": 12, "denoising_steps": 2},
+    "llada": MASKED, "lladamoe": MASKED, "Dream": MASKED, "a2d-masked": MASKED,
+    "sdar": BLOCKS, "sdar_moe": BLOCKS, "a2d-block": BLOCKS, "llada2_moe": LLADA2,
+}  # fmt: skip
 TINY_SIZE = 10_000_000  # parameters that a tiny model stays below
 # files of a repository: all but the weights, all
 SMALL = ["*.json", "*.txt", "*.jinja"]

@@ -3,7 +3,7 @@
 
 from pathlib import Path
 
-from models import add_lora, export_adapter, export_weights, has_lora, load_weights, meta_model
+from models import add_lora, export_adapter, export_weights, load_weights, meta_model
 from models.tensors import frozen_dtype, full_tensor, materialize
 from rollout.autoregressive import autoregressive_engine
 from rollout.block import BlockEngine
@@ -63,10 +63,10 @@ def sync_engine(engine, model, whole=False):
     """Hand the weights of a model that learns to the engine; if the engine has adapters of its own
     these alone, but with `whole` the frozen weights too. Collective.
     """
-    if whole and has_lora(engine.model):
+    if whole and engine.model.lora_config:
         own = engine.model.state_dict()
         for name, value in model.state_dict().items():
             own[name].copy_(full_tensor(value))
     else:
-        exported = export_adapter(model) if has_lora(engine.model) else export_weights(model)
+        exported = export_adapter(model) if engine.model.lora_config else export_weights(model)
         engine.load_weights(exported)

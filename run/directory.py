@@ -31,7 +31,7 @@ class Run:
     def write(self, step, metrics):
         """Log a row; with a test score also some of the answers. Warn of what a check found."""
         if "error/test" in metrics:
-            self.log.samples(step, self.problems.answers, "heldout.jsonl")
+            self.log.append("heldout.jsonl", step, self.problems.answers)
         if metrics.keys() & {"error/test", "probe/distinct_frac"}:
             warn(metrics)
         self.log.write(step, metrics)
@@ -81,7 +81,7 @@ class Run:
             metrics["speed/tokens_per_s"] = batch.num_tokens / self.clock["time/rollout"]
             self.drawn, n = trace.draw(0, tokenizer), trace.settings["num_samples"]
             facts = range(n), [tokenizer] * n, batch.rewards, batch.examples
-            self.log.samples(step, map(trace.describe, *facts))
+            self.log.append("samples.jsonl", step, map(trace.describe, *facts))
         self.write(step, metrics | self.clock | machine_metrics())
         self.stopped = self.stop.is_set(advantages, metrics)
         self.saves.after_step(step, metrics, self.stopped)

@@ -27,7 +27,7 @@ SCORE = {"eval/countdown": 0.41}
 
 
 @pytest.fixture
-def new_log(tmp_path):
+def new_log(tmp_path, one_rank):
     """new_log(**options) -> a log, closed at the end of the test"""
     logs = []
 
@@ -80,7 +80,7 @@ def test_files_of_a_run(new_log, tmp_path, capsys):
     log.close()  # a second one changes nothing
 
 
-def test_the_first_line_tells_what_differs_from_the_values_of_the_model(tmp_path, capsys):
+def test_the_first_line_tells_what_differs_from_the_values(tmp_path, capsys, one_rank):
     words = "--mc-num 4 --betas 0.9 0.99 --learning-rate 1e-3 --out"
     args = parsed("bgpo", *words.split(), tmp_path)
     first = f"settings: algos/bgpo.py --model tiny-sdar --out {tmp_path} --learning-rate 0.001\n"
@@ -96,7 +96,7 @@ def test_a_full_disk_ends_the_run_with_one_line(new_log, file):
     log = new_log()
     (log.run_dir / file).symlink_to("/dev/full")
     with pytest.raises(SystemExit, match=f"could not write {log.run_dir}.*No space left"):
-        log.samples(1, [{"completion": ""}])
+        log.append("samples.jsonl", 1, [{"completion": ""}])
         log.write(1, SCORE)
         write_atomically(log.run_dir / "x", "text")
     if file == "metrics.csv":  # others cannot be read
@@ -163,7 +163,7 @@ def test_a_dead_run_says_why_and_ends(monkeypatch, capsys):
     monkeypatch.setattr(runlog, "all_reduce", reduced)
     metrics = dict.fromkeys(runlog.WHY_DEAD, 0.25)
     none, some = torch.zeros(4), torch.tensor([0.0, 1.0, -1.0, 0.0])
-    stop, endless = Stop(7), Stop()
+    stop, endless = Stop(7), Stop(0)
     ends = [stop.is_set(given, metrics) for given in [none] * 4 + [some] + [none] * 7]
     assert ends == [False] * 11 + [True] and stop.status == 3 and "for 7 steps" in stop.reason
     (warned,) = capsys.readouterr().err.splitlines()
@@ -178,4 +178,4 @@ def test_a_dead_run_says_why_and_ends(monkeypatch, capsys):
     stop.receive()
     assert stop.reason == 1
     others["received"] = True
-    assert endless.is_set() and endless.status == 0 and "signal" in endless.reason
+    assert endless.is_set(none, metrics) and endless.status == 0 and "signal" in endless.reason
