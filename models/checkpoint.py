@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from distributed.disk import is_first_rank, whole_directory
 from distributed.sequence import check_heads
 from models.config import stored_dtype
-from models.lora import adapter_tensors, init_adapters, lora_scaling, merge_adapter
+from models.lora import adapter_tensors, init_adapters, merge_adapter
 from models.names import SMALL, checkpoint_config, resolve, special_tokens
 from models.tensors import (
     build_model,
@@ -180,7 +180,8 @@ def export_weights(model, dtype=None):
         if f"{layer}.lora_A.default.weight" in adapters:
             names = (f"{layer}.{part}.default.weight" for part in ("lora_A", "lora_B"))
             a, b = (full_tensor(adapters[name]).float() for name in names)
-            value = value.float() + lora_scaling(vars(model.lora_config)) * (b @ a)
+            lora = model.lora_config
+            value = value.float() + lora.lora_alpha / lora.r * (b @ a)
         yield name, value.to(dtype if dtype and name not in buffers else value.dtype)
 
 

@@ -63,8 +63,7 @@ class LanguageModel(nn.Module):
     @property
     def fp32_modules(self):
         """Modules that compute in fp32. Under FSDP2 each of them is a group of its own."""
-        head = self.value_head
-        return [one for one in self.modules() if isinstance(one, Router) or one is head]
+        return [one for one in self.modules() if isinstance(one, Router) or one is self.value_head]
 
     def frequency(self, exponent):
         """exponents 2 j / r [r / 2] fp32 of rotary dimensions -> radians a position"""

@@ -78,11 +78,6 @@ def init_adapters(model):
     return model
 
 
-def lora_scaling(config):
-    """config: the content of adapter_config.json, or vars of a LoraConfig -> the factor of B @ A"""
-    return config["lora_alpha"] / config["r"]
-
-
 def adapter_tensors(model):
     """{name in the model: adapter parameter}, without gathering"""
     return {name: value for name, value in model.state_dict().items() if ".lora_" in name}
@@ -162,5 +157,5 @@ def merge_adapter(model, directory):
             raise SystemExit(f"{directory}, of rank {r}, does not fit its model at {layer}")
         weight, rows = local_rows(value)
         a, b = (part.to(weight.device, torch.float32) for part in (a, b[rows.start : rows.stop]))
-        weight.copy_(weight.float() + lora_scaling(config) * (b @ a))
+        weight.copy_(weight.float() + config["lora_alpha"] / r * (b @ a))
     return model

@@ -7,7 +7,6 @@ import os
 import re
 import shlex
 import sys
-from collections import ChainMap
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args, get_type_hints
@@ -24,6 +23,25 @@ CHANGEABLE += ("micro_batch_size", "sequence_parallel", "activation_checkpointin
 MAX = (1 << 31) - 1  # of numbers: a seed times 2^32 has 63 bits
 EPS = 1e-6  # an open end of a range
 HELP = "-h", "--help"
+# lowest value of a field, or lowest and highest; a script's own come before them. Others: 0, MAX
+RANGES = {
+    "max_steps": 1,
+    "gen_length": 1,
+    "denoising_steps": 1,
+    "sequence_parallel": 1,
+    "lora_alpha": 1,
+    "max_grad_norm": (EPS, math.inf),
+    "betas": (0, 1 - EPS),
+    "mc_num": 1,
+    "prompts_per_step": 1,
+    "num_iterations": 1,
+    "num_generations": 2,  # a group of one completion has nothing to compare it with
+    "temperature": EPS,  # at 0 all completions of a group are the same
+    "confidence_threshold": (0, 1),
+    "epsilon": (0, math.inf),
+    "ref_mixup": (0, 1),
+    "reward_errors": (-MAX, MAX),
+}
 # of a field in the source: a title above it; its name and what it is
 FIELD = re.compile(r'^    (?:# (.+?)\n|(\w+): .*?"""(.*?)""")', re.M | re.S)
 
@@ -103,17 +121,7 @@ class RunFlags:
     """mirror the log to wandb"""
 
     chosen = {}  # by the command line: flags with other values than the model gets
-    # lowest value of a field, or lowest and highest; a script adds those of its own. Others: 0, MAX
-    RANGES = {
-        "max_steps": 1,
-        "gen_length": 1,
-        "denoising_steps": 1,
-        "sequence_parallel": 1,
-        "lora_alpha": 1,
-        "max_grad_norm": (EPS, math.inf),
-        "betas": (0, 1 - EPS),
-        "mc_num": 1,
-    }
+    RANGES = {}  # of a script's own fields
 
     @classmethod
     def parse(cls, by_size):
@@ -218,17 +226,6 @@ class RolloutFlags(RunFlags):
     lora_merged_rollout: bool = False
     """merge the adapters into the sampler's bf16 weights (loses small updates)"""
 
-    RANGES = {
-        "prompts_per_step": 1,
-        "num_iterations": 1,
-        "num_generations": 2,  # a group of one completion has nothing to compare it with
-        "temperature": EPS,  # at 0 all completions of a group are the same
-        "confidence_threshold": (0, 1),
-        "epsilon": (0, math.inf),
-        "ref_mixup": (0, 1),
-        "reward_errors": (-MAX, MAX),
-    }
-
 
 def values_for(asked, by_size):
     """-> {field: (value, where from)} that a run takes instead of the script's own values
@@ -320,7 +317,7 @@ def print_help(asked, found):
 
 def check_numbers(args):
     """SystemExit names the first number outside of its range."""
-    ranges = ChainMap(*(vars(kind).get("RANGES", {}) for kind in type(args).__mro__))
+    ranges = RANGES | args.RANGES
     for name, value in vars(args).items():
         bounds = ranges.get(name, (0, 1) if name.startswith("p_") else 0)  # p_: a probability
         low, high = bounds if isinstance(bounds, tuple) else (bounds, MAX)

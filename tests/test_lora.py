@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from oracles import TINY_SDAR
 from test_models import (
     MASK,
     SMALLS,
@@ -28,7 +29,7 @@ from models import (
 )
 from models.lora import adapter_tensors
 from models.tensors import tensor_names, tensor_shapes
-from models.tiny import TINY_SDAR, byte_tokenizer
+from models.tiny import byte_tokenizer
 
 RANK, ALPHA = 4, 10  # scale 2.5
 IDS = random_ids(3, 11, MASK)

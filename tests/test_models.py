@@ -20,7 +20,7 @@ import huggingface_hub
 import numpy as np
 import pytest
 import torch
-from oracles import A2D, row_logps
+from oracles import A2D, TINY_SDAR, row_logps
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -36,7 +36,7 @@ from models import (
 from models.checkpoint import prompt_text, set_special_tokens
 from models.layers import RMSNorm
 from models.tensors import build_model, materialize, tensor_names, tensor_shapes
-from models.tiny import TINY_CONFIGS, TINY_SDAR, byte_tokenizer, random_model
+from models.tiny import TINY_CONFIGS, byte_tokenizer, random_model
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 HF = os.environ.get("CLEANDLLM_HF")
