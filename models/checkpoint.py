@@ -178,7 +178,7 @@ def export_weights(model, dtype=None):
             source, gathered = value, full_tensor(value)
         value, layer = gathered[index], name.removesuffix(".weight")
         if f"{layer}.lora_A.default.weight" in adapters:
-            names = (f"{layer}.{part}.default.weight" for part in ("lora_A", "lora_B"))
+            names = (f"{layer}.lora_{part}.default.weight" for part in "AB")
             a, b = (full_tensor(adapters[name]).float() for name in names)
             lora = model.lora_config
             value = value.float() + lora.lora_alpha / lora.r * (b @ a)

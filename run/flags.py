@@ -241,9 +241,11 @@ def values_for(asked, by_size):
     for name, value in facts.items():
         if name in kinds and value in (get_args(kinds[name]) or [value]):
             values[name] = value, "models/names.py"
-    masked = facts.get("cache", "none") != "none"
-    full = not (tiny or asked.lora_rank)
-    applies = {"tiny": tiny, "full": full, "bidirectional": not tiny and masked}
+    applies = {
+        "tiny": tiny,
+        "full": not (tiny or asked.lora_rank),
+        "bidirectional": "cache" in facts,  # of no tiny model
+    }
     for size in filter(applies.get, applies):
         of_size = by_size.get(size, {}).items()
         values |= {name: (value, f"BY_SIZE[{size!r}]") for name, value in of_size}
