@@ -91,7 +91,7 @@ def set_special_tokens(model, directory=None):
     if eos in (None, []):
         raise SystemExit(f"{directory}: no config file states eos_token_id")
     mask, turn_end = model.mask_token_id, named.get(model.turn_end, eos)
-    if named and mask not in named.values():
+    if named and mask is not None and mask not in named.values():
         raise SystemExit(
             f"{directory}: mask_token_id {mask} is no special token of its tokenizer {named}"
         )
