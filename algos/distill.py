@@ -14,14 +14,15 @@ steps   d3LLM      tokens that the model's own rollout revealed last;  the first
 A bidirectional model has these masks in one block of the answer, and all behind it is masked; a
 block model has them in each of its blocks, which see the clean blocks before them.
 
-python   algos/distill.py   # prints how to draw samples of the tiny model, for --data
+python   evals/run.py --model tiny-sdar --tasks countdown --split train --out runs/own  # answers
+python   algos/distill.py --data runs/own               # of the shipped tiny model on a CPU
 torchrun --nproc-per-node 8 algos/distill.py --model sdar-8b --data runs/own  # LoRA, eight GPUs
 """
 
+# >>> shared: offline_imports
 import os
 import sys
 from dataclasses import dataclass
-from typing import Literal
 
 sys.path.insert(0, os.path.realpath(f"{__file__}/../.."))
 from distributed.start import start  # before torch
@@ -30,14 +31,23 @@ from distributed.start import start  # before torch
 import torch
 import torch.distributed as dist
 
-from data.own_samples import batch_of, right_answers
-from distributed.groups import StepMetrics, rank_share, setup_distributed
-from distributed.sequence import data_rank
+from distributed.groups import StepMetrics, setup_distributed
 from distributed.sharding import reduce_gradients, register_forwards, sharding
 from models import add_lora, load_weights, meta_model, router_metrics, set_speed
 from models.tensors import frozen_dtype
-from rollout.rows import Rows, choose_in_blocks
 from run import HeldOut, Run, RunFlags
+
+TINY = {  # what every offline script takes on the tiny models
+    "task": "countdown", "lora_rank": 0, "learning_rate": 3e-4, "batch_size": 128,
+    "warmup_steps": 5, "eval_limit": 512,
+}  # fmt: skip
+# <<< shared: offline_imports
+# isort: split
+from typing import Literal
+
+from data.own_samples import right_answers
+from data.tokens import batch_of
+from rollout.rows import Rows, choose_in_blocks
 
 # B answers, L tokens of the canvas behind the prompt
 
@@ -66,20 +76,13 @@ class Args(RunFlags):
     """gradient norm clip (both: 1)"""
     lora_alpha: int = 128
     """adapters are scaled by lora_alpha / lora_rank (dParallel: 128 / 128; d3LLM: 256 / 256)"""
-    RANGES = {"batch_size": 1, "blocks": 1}
+    RANGES = {"blocks": 1}
 
 
-BY_SIZE = {  # what differs on the tiny models
-    "tiny": {
-        "task": "countdown", "lora_rank": 0, "learning_rate": 3e-4, "batch_size": 128,
-        "warmup_steps": 5, "eval_limit": 512,
-    },
-}  # fmt: skip
-TEMPERATURE = 0.5  # of H (both)
-MOST = 1 << 20  # forwards of a rollout
+BY_SIZE = {"tiny": TINY}
 
 
-def sample_masks(batch, progress, is_block, args):
+def sample_masks(batch, progress, args):
     """progress: share of the run that is over -> Rows for an update, K = 2: both copies"""
     low, size = (
         first + (last - first) * progress for first, last in (args.mask_ratio, args.blocks)
@@ -87,28 +90,28 @@ def sample_masks(batch, progress, is_block, args):
     c, noise = batch.completion_mask, batch.uniform(0, "order")
     level = batch.uniform(0, "level", 0)
     block = picked = batch.block_ids
-    if not is_block:  # one block is in work; the fraction of the level is as uniform as the level
+    if batch.trace.settings["attention"] == "bidirectional":  # one block is in work
         block = (c.cumsum(1) - 1) // int(size)
-        level = level * (block[:, -1:] + 1)
+        level = level * (block[:, -1:] + 1)  # its fraction is as uniform as the level
         picked = level.floor()
-    work, hidden = c & (block == picked), ~c | (block > picked)
+    work = c & (block == picked)
     masked = work & (noise < 0.5)
     if args.masks == "steps":
-        order = 1 - (batch.trace.step_map + noise) / MOST  # tokens of a forward in any order
+        # last revealed first, tokens of a forward in any order; in 0..1, as in choose_in_blocks
+        order = 1 - (batch.trace.step_map + noise) / (1 << 20)
         share = low + (args.mask_ratio[1] - low) * (level % 1)
         masked, *_ = choose_in_blocks(work, block, share, order)
-    scored = torch.stack([masked, work & ~masked], 1)
-    rows = Rows(batch, scored | hidden[:, None], scored)
-    return rows.for_update(args.micro_batch_size, True, True)
+    scored, behind = torch.stack([masked, work & ~masked], 1), ~c | (block > picked)
+    rows = Rows(batch, scored | behind[:, None], scored)
+    return rows.for_update(args.micro_batch_size, True)
 
 
 def certainty_loss(logps, entropies, right, rows, args):
     """logps, entropies, right [B, 2, L], 0 where not scored -> loss, metrics"""
     mean = lambda x, where: (x * where).sum(2) / where.sum(2).clamp(min=1) / args.batch_size
-    ce, entropy = -mean(logps, rows.weights).sum(), mean(entropies, right)
-    entropy = (entropy if args.masks == "random" else entropy[:, 0]).sum()
-    loss = ce + args.entropy_weight * entropy
-    return loss, {"loss/cross_entropy": ce, "loss/entropy": entropy}
+    copies = 1 + (args.masks == "random")  # that have H
+    ce, H = -mean(logps, rows.weights).sum(), mean(entropies, right)[:, :copies].sum()
+    return ce + args.entropy_weight * H, {"loss/cross_entropy": ce, "loss/entropy": H}
 
 
 # >>> shared: parallelize
@@ -136,9 +139,27 @@ def build_policy(device, args):
 # <<< shared: parallelize
 
 
-# >>> shared: optimizer_step
+def micro_loss(model, rows, args):
+    """The only forward in training. -> share of the loss of a micro-batch, metrics"""
+    how = rows.weights > 0, rows.valid_mask, 0.5  # the temperature of H (both)
+    values = model.logps(rows.input_ids, rows.noisy_ids, *how, certainty=True)
+    return certainty_loss(*values, rows, args)
+
+
+# >>> shared: update
+def update(model, optimizer, rows, step, args):
+    """One optimizer step, unless loss or gradient are not finite. -> metrics over all ranks"""
+    sums = StepMetrics()
+    for micro, is_last, counts in rows.micro_batches(args.micro_batch_size):
+        reduce_gradients(model, is_last, args.sync_every_backward)
+        loss, metrics = micro_loss(model, micro, args)
+        (loss * counts * dist.get_world_size()).backward()  # FSDP averages over ranks
+        sums.add(loss, metrics, counts)
+    return optimizer_step(optimizer, sums, step, args)
+
+
 def optimizer_step(optimizer, sums, step, args):
-    """sums: StepMetrics of this rank. -> metrics of all ranks"""
+    """sums: StepMetrics of this rank"""
     (group,) = optimizer.param_groups
     norm = torch.nn.utils.clip_grad_norm_(group["params"], args.max_grad_norm)
     metrics = sums.reduce(step + 1, norm)  # the run ends here if it or the loss is not finite
@@ -148,42 +169,20 @@ def optimizer_step(optimizer, sums, step, args):
     return metrics | {"optim/lr": group["lr"]}
 
 
-# <<< shared: optimizer_step
-
-
-def update(model, optimizer, rows, step, args):
-    """One optimizer step. -> metrics over all ranks"""
-    sums = StepMetrics()
-    for micro, is_last, counts in rows.micro_batches(args.micro_batch_size):
-        reduce_gradients(model, is_last, args.sync_every_backward)
-        noisy_ids = torch.where(micro.masked, model.mask_token_id, micro.input_ids[:, None])
-        where = micro.weights > 0, micro.valid_mask, TEMPERATURE
-        values = model.logps(micro.input_ids, noisy_ids, *where, certainty=True)
-        loss, metrics = certainty_loss(*values, micro, args)
-        (loss * counts * dist.get_world_size()).backward()  # FSDP averages over ranks
-        sums.add(loss, metrics, counts)
-    return optimizer_step(optimizer, sums, step, args)
-
-
-def load_rows(held_out, args):
-    """-> TokenRows of right_answers"""
-    if not os.path.exists(args.data):
-        flags = f"--model {args.model} --tasks {args.task} --split train --out runs/own"
-        raise SystemExit(
-            f"--data {args.data!r} has no samples; python evals/run.py {flags} draws some"
-        )
-    rows = right_answers(args.data, held_out.tokenizer, held_out.prompts())
-    return rows.at_least(args.batch_size)
+# <<< shared: update
 
 
 def main(args):
+    # >>> shared: start
     device = setup_distributed(args.sequence_parallel)
-    mine = rank_share(args.batch_size, "--batch-size", data_rank())
-    model, held_out = build_policy(device, args), HeldOut(args, 1024)
-    engine = held_out.train_on(load_rows(held_out, args), model, device, args)
+    model = build_policy(device, args)
+    # <<< shared: start
+    held_out = HeldOut(args, 1024)
+    answers = right_answers(args.data, held_out.tokenizer, held_out.prompts())
+    engine = held_out.train_on(answers, model, device, args)
     # sharded before weights are read: no rank ever holds the whole model
     model = load_weights(parallelize(model, args), device)
-    # >>> shared: offline_start
+    # >>> shared: offline_load
     optimizer = torch.optim.AdamW(
         [p for p in model.parameters() if p.requires_grad],
         betas=args.betas,
@@ -192,19 +191,20 @@ def main(args):
     )
     run = Run(__file__, args, held_out, model, optimizer)
     run.say(held_out.facts)
-    # <<< shared: offline_start
-    is_block = model.attention == "block-causal"
+    # <<< shared: offline_load
     for step, clock in run.steps():
         with clock("data"):
-            answers = [held_out.stream[step * args.batch_size + i] for i in mine]
-            batch = batch_of(answers, mine, (args.seed << 32) + step, model, device)
-            rows = sample_masks(batch, step / args.max_steps, is_block, args)
+            seed = (args.seed << 32) + step
+            batch = batch_of(held_out.chosen(step), held_out.mine, seed, model, device)
+            rows, tokens = sample_masks(batch, step / args.max_steps, args), batch.num_tokens
+        # >>> shared: offline_learn
         with clock("update"), router_metrics(model) as routing:
             metrics = update(model, optimizer, rows, step, args)
-        metrics["speed/tokens_per_s"] = batch.num_tokens / clock["time/update"]
+        metrics["speed/tokens_per_s"] = tokens / clock["time/update"]
         run.end_step(metrics | routing | run.validate(engine, model))
     run.end(engine, model)
 
 
 if __name__ == "__main__":
     start(main, Args, BY_SIZE)
+# <<< shared: offline_learn

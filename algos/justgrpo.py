@@ -40,8 +40,7 @@ from run import Problems, RolloutFlags, Run
 
 # B sequences, G completions per prompt, P prompt length, L completion length, T = P + L
 # R rows: terms of the loss. K draws: noisy copies of a row
-# The rest is in run/flags.py: GSM8K, LoRA of rank 128, 100 steps of 8 prompts over all ranks;
-# lengths are the model's own (models/names.py)
+# run/flags.py has the rest: GSM8K, LoRA of rank 128, 100 steps; models/names.py the lengths
 TINY = {  # what every method takes on the tiny models
     "task": "countdown", "lora_rank": 0, "learning_rate": 3e-4, "betas": (0.9, 0.99),
     "weight_decay": 0.0, "max_grad_norm": 1.0, "temperature": 1.0, "num_generations": 8,
@@ -101,13 +100,10 @@ def sample_masks(batch, iteration, args):
 
     Weights 1. -> Rows, R = B, K steps; a completion that took fewer has draws of weight 0
     """
-    S = batch.trace.num_replays
-    # [B, L] step of each token; S: stays masked
-    replay = batch.trace.replay_map.where(batch.completion_mask, S)
-    now = replay[:, None] - torch.arange(S, device=replay.device)[:, None]  # [B, S, L], 0: this one
-    rows = Rows(batch, now >= 0, now == 0)
+    new, masked = batch.trace.replayed()  # [B, S, L]
+    rows = Rows(batch, masked, new & batch.completion_mask[:, None])
     rows.temperature = args.temperature
-    return rows.subsample(args.num_draws(S), iteration)
+    return rows.subsample(args.train_steps, iteration)
 
 
 # >>> shared: method_passes
@@ -135,12 +131,14 @@ def policy_loss(estimates, old, ref, rows, args):
     """
     # c: share of a token in the mean over all tokens of the step
     A, c = rows.advantages[:, None, None], rows.weights / rows.batch.num_tokens
+    # >>> shared: method_kl
+    log_ratio = torch.zeros_like(estimates) if ref is None else ref - estimates
+    kl = ((log_ratio.expm1() - log_ratio) * c).sum()  # k3
+    # <<< shared: method_kl
     # >>> shared: method_clip
     ratio = (estimates - old).exp()
     clipped = ratio.clamp(1 - args.epsilon, 1 + args.epsilon)
     policy = (-torch.minimum(ratio * A, clipped * A) * c).sum()
-    log_ratio = torch.zeros_like(estimates) if ref is None else ref - estimates
-    kl = ((log_ratio.expm1() - log_ratio) * c).sum()  # k3
     metrics = {
         "loss/policy": policy,
         "loss/kl": kl,
@@ -197,18 +195,15 @@ def draw_logps(model, rows, entropy=False):
 
     -> [R, K, L] fp32, 0 elsewhere; with entropy=True a pair (logps, entropies without gradient)
     """
-    noisy_ids = torch.where(rows.masked, model.mask_token_id, rows.input_ids[:, None])
-    settings = {"temperature": rows.temperature, "entropy": entropy, "targets": rows.targets}
+    how = {"temperature": rows.temperature, "entropy": entropy, "targets": rows.targets}
     # weights, of the completion: the last L columns
-    return model.logps(rows.input_ids, noisy_ids, rows.weights != 0, rows.valid_mask, **settings)
+    return model.logps(rows.input_ids, rows.noisy_ids, rows.weights != 0, rows.valid_mask, **how)
 
 
-@torch.no_grad()
 def frozen_estimates(model, rows, args):
     """Estimates of all rows without a graph: the old and the reference values."""
-    micros = rows.micro_batches(args.micro_batch_size)
-    parts = [estimate_logps(draw_logps(model, micro), micro, args) for micro, *_ in micros]
-    return torch.cat(parts)[: len(rows.input_ids)]
+    estimates = lambda micro: estimate_logps(draw_logps(model, micro), micro, args)
+    return rows.evaluate(args.micro_batch_size, estimates)
 
 
 def prepare_rows(model, ref, batch, args):
@@ -228,18 +223,34 @@ def prepare_rows(model, ref, batch, args):
     return iterations
 
 
+def micro_loss(model, rows, args):
+    """-> share of the loss of a micro-batch, metrics"""
+    logps, entropies = draw_logps(model, rows, entropy=True)
+    estimates = estimate_logps(logps, rows, args)
+    # with one update per rollout the old values are the current ones
+    old = estimates.detach() if rows.old is None else rows.old
+    loss, metrics = policy_loss(estimates, old, rows.ref, rows, args)
+    return loss, metrics | rows.mismatch(logps, entropies)
+
+
+# <<< shared: learner
+
+
+# >>> shared: update
 def update(model, optimizer, rows, step, args):
     """One optimizer step, unless loss or gradient are not finite. -> metrics over all ranks"""
-    sums, (group,) = StepMetrics(), optimizer.param_groups
+    sums = StepMetrics()
     for micro, is_last, counts in rows.micro_batches(args.micro_batch_size):
         reduce_gradients(model, is_last, args.sync_every_backward)
-        logps, entropies = draw_logps(model, micro, entropy=True)
-        estimates = estimate_logps(logps, micro, args)
-        # with one update per rollout the old values are the current ones
-        old = estimates.detach() if micro.old is None else micro.old
-        loss, metrics = policy_loss(estimates, old, micro.ref, micro, args)
+        loss, metrics = micro_loss(model, micro, args)
         (loss * counts * dist.get_world_size()).backward()  # FSDP averages over ranks
-        sums.add(loss, metrics | micro.mismatch(logps, entropies), counts)
+        sums.add(loss, metrics, counts)
+    return optimizer_step(optimizer, sums, step, args)
+
+
+def optimizer_step(optimizer, sums, step, args):
+    """sums: StepMetrics of this rank"""
+    (group,) = optimizer.param_groups
     norm = torch.nn.utils.clip_grad_norm_(group["params"], args.max_grad_norm)
     metrics = sums.reduce(step + 1, norm)  # the run ends here if it or the loss is not finite
     group["lr"] = args.learning_rate * args.lr_share(step)
@@ -248,7 +259,7 @@ def update(model, optimizer, rows, step, args):
     return metrics | {"optim/lr": group["lr"]}
 
 
-# <<< shared: learner
+# <<< shared: update
 
 
 def main(args):

@@ -42,14 +42,15 @@ from run import Problems, RolloutFlags, Run
 
 # B sequences, G completions per prompt, P prompt length, L completion length, T = P + L
 # R rows: terms of the loss. K draws: noisy copies of a row
-# The rest is in run/flags.py: GSM8K, LoRA of rank 128, 100 steps of 8 prompts over all ranks;
-# lengths are the model's own (models/names.py)
+# run/flags.py has the rest: GSM8K, LoRA of rank 128, 100 steps; models/names.py the lengths
 TINY = {  # what every method takes on the tiny models
     "task": "countdown", "lora_rank": 0, "learning_rate": 3e-4, "betas": (0.9, 0.99),
     "weight_decay": 0.0, "max_grad_norm": 1.0, "temperature": 1.0, "num_generations": 8,
     "prompts_per_step": 16, "warmup_steps": 5, "eval_every": 25, "eval_limit": 512,
 }  # fmt: skip
 # <<< shared: imports
+# isort: split
+from rollout.rows import block_counts
 
 
 @dataclass
@@ -105,38 +106,31 @@ def sample_masks(batch, iteration, args):
     Weights 1 / revealed tokens, at all masks of blocks in work. `teach` makes them the student's.
     -> Rows, R = B, K = num_replays
     """
-    trace, block = batch.trace, batch.trace.blocks
-    replay = trace.replay_map[:, None]  # [B, 1, L]
-    step = torch.arange(trace.num_replays, device=block.device)[:, None]
-    now = replay - step  # [B, K, L], 0: revealed by this step, above: by a later one
-    mine = (step + block[:, None]) % args.num_iterations == iteration
-    hit = (now == 0) & mine & batch.completion_mask[:, None]
-    # in the block of such a token
-    work = hit.float() @ (block[:, None] == block[:, :, None]).float() > 0
-    ahead = (now > 0) & (work.cumsum(2) > 0)
+    trace = batch.trace
+    new, masked = trace.replayed()  # [B, K, L]
+    mine = (trace.replay_map + trace.blocks) % args.num_iterations == iteration
+    hit = new & (mine & batch.completion_mask)[:, None]
+    work = block_counts(hit, trace.blocks[:, None])[0] > 0  # in the block of such a token
+    ahead = masked & ~new & (trace.step_map >= 0)[:, None]  # later steps revealed it
     later = ahead & ~work
     if trace.settings["attention"] == "bidirectional":  # a block model sees no later block
         ahead = torch.where(later.any(2, keepdim=True), later, ahead)
-    noise = batch.uniform("ahead", step[..., None]).transpose(0, 1)
-    masked = (now >= 0) | (replay < 0)
+    noise = torch.stack([batch.uniform("ahead", k) for k in range(trace.num_replays)], 1)
     hidden = masked & ~(ahead & (noise < args.teacher_share))  # from the teacher
     revealed = hit.sum(2, keepdim=True)
     rows = Rows(batch, hidden, (work & hidden) / revealed.sum(1, keepdim=True).clamp(min=1))
-    rows.targets, rows.student, rows.revealed = args.teacher_top_k, rows.masked.clone(), revealed
-    rows.student[..., batch.P :] = masked
+    rows.student = torch.nn.functional.pad(masked, (batch.P, 0))
+    rows.targets, rows.revealed = args.teacher_top_k, revealed
     return rows
 
 
-@torch.no_grad()
 def teach(teacher, rows, args):
     """-> rows for an update of the student, from those of `sample_masks`: weights at the masks of
     which the teacher is surest, as many as the step revealed; its tokens there, targets [R, K, L,
     k], and their estimates, ref [R, K, L, k]
     """
-    rows = rows.for_update(args.micro_batch_size, DRAWS_TOGETHER, keep_all=False)
-    micros = rows.micro_batches(args.micro_batch_size)
-    found = zip(*(draw_logps(teacher, micro) for micro, *_ in micros), strict=True)
-    logps, ids = (torch.cat(parts)[: len(rows.masked)] for parts in found)
+    rows = rows.for_update(args.micro_batch_size, DRAWS_TOGETHER)
+    logps, ids = rows.evaluate(args.micro_batch_size, lambda micro: draw_logps(teacher, micro))
     surprisal = (-logps[..., 0]).where(rows.weights > 0, torch.inf)
     rows.weights *= surprisal.argsort(2).argsort(2) < rows.revealed
     rows.targets, rows.masked = ids, rows.student
@@ -215,10 +209,9 @@ def draw_logps(model, rows):
 
     -> [R, K, L, k] fp32, 0 elsewhere; where rows.targets is k, with the ids of the likeliest
     """
-    noisy_ids = torch.where(rows.masked, model.mask_token_id, rows.input_ids[:, None])
-    settings = {"temperature": rows.temperature, "targets": rows.targets}
+    how = {"temperature": rows.temperature, "targets": rows.targets}
     # weights, of the completion: the last L columns
-    return model.logps(rows.input_ids, noisy_ids, rows.weights != 0, rows.valid_mask, **settings)
+    return model.logps(rows.input_ids, rows.noisy_ids, rows.weights != 0, rows.valid_mask, **how)
 
 
 def prepare_rows(model, ref, batch, args):
@@ -228,15 +221,30 @@ def prepare_rows(model, ref, batch, args):
         return [teach(teacher, sample_masks(batch, i, args), args) for i in iterations]
 
 
+def micro_loss(model, rows, args):
+    """-> share of the loss of a micro-batch, metrics"""
+    estimates = estimate_logps(draw_logps(model, rows), rows, args)
+    return policy_loss(estimates, None, rows.ref, rows, args)
+
+
+# <<< shared: learner
+
+
+# >>> shared: update
 def update(model, optimizer, rows, step, args):
     """One optimizer step, unless loss or gradient are not finite. -> metrics over all ranks"""
-    sums, (group,) = StepMetrics(), optimizer.param_groups
+    sums = StepMetrics()
     for micro, is_last, counts in rows.micro_batches(args.micro_batch_size):
         reduce_gradients(model, is_last, args.sync_every_backward)
-        estimates = estimate_logps(draw_logps(model, micro), micro, args)
-        loss, metrics = policy_loss(estimates, None, micro.ref, micro, args)
+        loss, metrics = micro_loss(model, micro, args)
         (loss * counts * dist.get_world_size()).backward()  # FSDP averages over ranks
         sums.add(loss, metrics, counts)
+    return optimizer_step(optimizer, sums, step, args)
+
+
+def optimizer_step(optimizer, sums, step, args):
+    """sums: StepMetrics of this rank"""
+    (group,) = optimizer.param_groups
     norm = torch.nn.utils.clip_grad_norm_(group["params"], args.max_grad_norm)
     metrics = sums.reduce(step + 1, norm)  # the run ends here if it or the loss is not finite
     group["lr"] = args.learning_rate * args.lr_share(step)
@@ -245,7 +253,7 @@ def update(model, optimizer, rows, step, args):
     return metrics | {"optim/lr": group["lr"]}
 
 
-# <<< shared: learner
+# <<< shared: update
 
 
 def main(args):

@@ -23,10 +23,10 @@ python   algos/sft.py                                     # the shipped tiny mod
 torchrun --nproc-per-node 8 algos/sft.py --model sdar-8b  # GSM8K, LoRA, eight GPUs
 """
 
+# >>> shared: offline_imports
 import os
 import sys
 from dataclasses import dataclass
-from typing import Literal
 
 sys.path.insert(0, os.path.realpath(f"{__file__}/../.."))
 from distributed.start import start  # before torch
@@ -35,14 +35,24 @@ from distributed.start import start  # before torch
 import torch
 import torch.distributed as dist
 
-from data.sft import training_rows
-from distributed.groups import StepMetrics, over_ranks, rank_share, setup_distributed
-from distributed.sequence import data_rank
+from distributed.groups import StepMetrics, setup_distributed
 from distributed.sharding import reduce_gradients, register_forwards, sharding
 from models import add_lora, load_weights, meta_model, router_metrics, set_speed
 from models.tensors import frozen_dtype
-from rollout import keyed_uniform
 from run import HeldOut, Run, RunFlags
+
+TINY = {  # what every offline script takes on the tiny models
+    "task": "countdown", "lora_rank": 0, "learning_rate": 3e-4, "batch_size": 128,
+    "warmup_steps": 5, "eval_limit": 512,
+}  # fmt: skip
+# <<< shared: offline_imports
+# isort: split
+from typing import Literal
+
+from data.sft import training_rows
+from distributed.groups import over_ranks
+from distributed.sequence import data_rank
+from rollout import keyed_uniform
 
 # B rows, T tokens of a row
 
@@ -79,17 +89,14 @@ class Args(RunFlags):
     """pack the examples of a step into rows of this many tokens (SDAR: 20480); 0: one per row"""
     group_by_length: bool = True
     """sort the rows of a step by length, so that micro-batches need little padding"""
-    RANGES = {"batch_size": 1, "max_length": 1, "edit_rate": (0, 1)}
+    RANGES = {"edit_rate": (0, 1)}
 
 
 # What differs on the tiny models, and on others where all weights train.
 BY_SIZE = {
-    "tiny": {
-        "task": "countdown", "lora_rank": 0, "learning_rate": 1e-3, "batch_size": 128,
-        "warmup_steps": 5, "eval_every": 0, "eval_limit": 512,
-    },
+    "tiny": TINY | {"learning_rate": 1e-3, "eval_every": 0},
     "full": {"learning_rate": 1e-5, "batch_size": 16, "eval_limit": 128},
-}  # fmt: skip
+}
 
 
 @dataclass
@@ -113,6 +120,13 @@ class Batch:
     step: int
     num_answers: int  # of the step on all ranks
     num_tokens: int  # answer tokens of the step on all ranks
+    noise: tuple = ()  # of sample_masks
+
+    def micro_batches(self, size):
+        """Yield ((self, slice of its rows), is it the last, 1)"""
+        B = len(self.input_ids)
+        for i in range(0, B, size):
+            yield (self, slice(i, i + size)), i + size >= B, 1
 
     def uniform(self, *key):
         """[B, T] fp64 in [0, 1), keyed by (seed, step, document, position, key)"""
@@ -201,21 +215,6 @@ def build_policy(device, args):
 # <<< shared: parallelize
 
 
-# >>> shared: optimizer_step
-def optimizer_step(optimizer, sums, step, args):
-    """sums: StepMetrics of this rank. -> metrics of all ranks"""
-    (group,) = optimizer.param_groups
-    norm = torch.nn.utils.clip_grad_norm_(group["params"], args.max_grad_norm)
-    metrics = sums.reduce(step + 1, norm)  # the run ends here if it or the loss is not finite
-    group["lr"] = args.learning_rate * args.lr_share(step)
-    optimizer.step()
-    optimizer.zero_grad()
-    return metrics | {"optim/lr": group["lr"]}
-
-
-# <<< shared: optimizer_step
-
-
 def add_tails(examples, args, model, step):
     """examples: [(prompt ids, answer ids)] -> documents [(index, prompt ids, answer ids)]
 
@@ -284,8 +283,10 @@ def make_batch(examples, args, model, step, rank, world_size, device):
     return Batch(input_ids, *masks, *keys, *facts)
 
 
-def micro_loss(model, batch, noisy_ids, weights, divisor, rows, args):
-    """The only forward in training: share of the loss of some rows (a slice) of this rank"""
+def micro_loss(model, micro, args):
+    """The only forward in training. micro: of Batch.micro_batches -> share of the loss, metrics"""
+    batch, rows = micro
+    noisy_ids, weights, divisor = batch.noise
     input_ids, noisy_ids = batch.input_ids[rows, None], noisy_ids[rows, None]
     logps = model.logps(
         input_ids[:, 0],
@@ -294,19 +295,7 @@ def micro_loss(model, batch, noisy_ids, weights, divisor, rows, args):
         batch.valid_mask[rows],
         document_ids=batch.document_ids[rows] if args.pack_length else None,
     )
-    return sft_loss(logps[:, 0], weights[rows], divisor)
-
-
-def update(model, optimizer, batch, noise, step, args):
-    """One optimizer step. noise: of sample_masks. -> metrics"""
-    B, sums = len(batch.input_ids), StepMetrics()
-    for i in range(0, B, args.micro_batch_size):
-        rows = slice(i, i + args.micro_batch_size)
-        reduce_gradients(model, rows.stop >= B, args.sync_every_backward)
-        share = micro_loss(model, batch, *noise, rows, args)
-        (share * dist.get_world_size()).backward()  # FSDP averages over ranks
-        sums.add(share, {})
-    return optimizer_step(optimizer, sums, step, args)
+    return sft_loss(logps[:, 0], weights[rows], divisor), {}
 
 
 def load_rows(held_out, model, args):
@@ -326,18 +315,46 @@ def load_rows(held_out, model, args):
     rows = training_rows(held_out.task, args.data, args.turns)
     # other models would see later turns
     joins = args.turns == "all" and model.objective.tail == "block"
-    return held_out.encode(rows, model, held_out.prompts(), joins).at_least(args.batch_size)
+    return held_out.encode(rows, model, held_out.prompts(), joins)
+
+
+# >>> shared: update
+def update(model, optimizer, rows, step, args):
+    """One optimizer step, unless loss or gradient are not finite. -> metrics over all ranks"""
+    sums = StepMetrics()
+    for micro, is_last, counts in rows.micro_batches(args.micro_batch_size):
+        reduce_gradients(model, is_last, args.sync_every_backward)
+        loss, metrics = micro_loss(model, micro, args)
+        (loss * counts * dist.get_world_size()).backward()  # FSDP averages over ranks
+        sums.add(loss, metrics, counts)
+    return optimizer_step(optimizer, sums, step, args)
+
+
+def optimizer_step(optimizer, sums, step, args):
+    """sums: StepMetrics of this rank"""
+    (group,) = optimizer.param_groups
+    norm = torch.nn.utils.clip_grad_norm_(group["params"], args.max_grad_norm)
+    metrics = sums.reduce(step + 1, norm)  # the run ends here if it or the loss is not finite
+    group["lr"] = args.learning_rate * args.lr_share(step)
+    optimizer.step()
+    optimizer.zero_grad()
+    return metrics | {"optim/lr": group["lr"]}
+
+
+# <<< shared: update
 
 
 def main(args):
-    device, (group, groups) = setup_distributed(args.sequence_parallel), data_rank()
-    rank_share(args.batch_size, "--batch-size", data_rank())
-    model, held_out = build_policy(device, args), HeldOut(args, args.max_length)
+    # >>> shared: start
+    device = setup_distributed(args.sequence_parallel)
+    model = build_policy(device, args)
+    # <<< shared: start
+    held_out = HeldOut(args, args.max_length)
     rows, tail = load_rows(held_out, model, args), args.eos_tail * (model.objective.tail != "block")
     engine = held_out.train_on(rows, model, device, args, tail)
     # sharded before weights are read: no rank ever holds the whole model
     model = load_weights(parallelize(model, args), device)
-    # >>> shared: offline_start
+    # >>> shared: offline_load
     optimizer = torch.optim.AdamW(
         [p for p in model.parameters() if p.requires_grad],
         betas=args.betas,
@@ -346,21 +363,22 @@ def main(args):
     )
     run = Run(__file__, args, held_out, model, optimizer)
     run.say(held_out.facts)
-    # <<< shared: offline_start
+    # <<< shared: offline_load
     for step, clock in run.steps():
         first = step * args.batch_size
         with clock("data"):
             examples = [held_out.stream[i] for i in range(first, first + args.batch_size)]
-            batch = make_batch(examples, args, model, step, group, groups, device)
-            noise = sample_masks(batch, args, model.objective)
+            rows = make_batch(examples, args, model, step, *data_rank(), device)
+            rows.noise = sample_masks(rows, args, model.objective)
+        tokens = over_ranks((rows.document_ids >= 0).sum())
+        # >>> shared: offline_learn
         with clock("update"), router_metrics(model) as routing:
-            metrics = update(model, optimizer, batch, noise, step, args)
-        rate = over_ranks((batch.document_ids >= 0).sum()) / clock["time/update"]
-        metrics |= {"speed/tokens_per_s": rate} | routing
-        metrics |= run.validate(engine, model)
-        run.end_step(metrics)
+            metrics = update(model, optimizer, rows, step, args)
+        metrics["speed/tokens_per_s"] = tokens / clock["time/update"]
+        run.end_step(metrics | routing | run.validate(engine, model))
     run.end(engine, model)
 
 
 if __name__ == "__main__":
     start(main, Args, BY_SIZE)
+# <<< shared: offline_learn

@@ -41,8 +41,7 @@ from run import Problems, RolloutFlags, Run
 
 # B sequences, G completions per prompt, P prompt length, L completion length, T = P + L
 # R rows: terms of the loss. K draws: noisy copies of a row
-# The rest is in run/flags.py: GSM8K, LoRA of rank 128, 100 steps of 8 prompts over all ranks;
-# lengths are the model's own (models/names.py)
+# run/flags.py has the rest: GSM8K, LoRA of rank 128, 100 steps; models/names.py the lengths
 TINY = {  # what every method takes on the tiny models
     "task": "countdown", "lora_rank": 0, "learning_rate": 3e-4, "betas": (0.9, 0.99),
     "weight_decay": 0.0, "max_grad_norm": 1.0, "temperature": 1.0, "num_generations": 8,
@@ -155,8 +154,10 @@ def compute_advantages(rewards, args):
 
 def policy_loss(estimates, old, ref, rows, args):
     """Advantage times bound, mean over all tokens of the step. estimates [R, 2] -> loss, metrics"""
+    # >>> shared: method_bound
     (elbo, eubo), A = estimates.unbind(1), rows.advantages  # [R]
     bound = torch.where(A > 0, elbo, elbo.lerp(eubo, args.omega))
+    # <<< shared: method_bound
     c = rows.completion_mask.sum(1).to(estimates) / rows.batch.num_tokens
     policy = -(A * bound * c).sum()
     return policy, {
@@ -212,18 +213,15 @@ def draw_logps(model, rows, entropy=False):
 
     -> [R, K, L] fp32, 0 elsewhere; with entropy=True a pair (logps, entropies without gradient)
     """
-    noisy_ids = torch.where(rows.masked, model.mask_token_id, rows.input_ids[:, None])
-    settings = {"temperature": rows.temperature, "entropy": entropy, "targets": rows.targets}
+    how = {"temperature": rows.temperature, "entropy": entropy, "targets": rows.targets}
     # weights, of the completion: the last L columns
-    return model.logps(rows.input_ids, noisy_ids, rows.weights != 0, rows.valid_mask, **settings)
+    return model.logps(rows.input_ids, rows.noisy_ids, rows.weights != 0, rows.valid_mask, **how)
 
 
-@torch.no_grad()
 def frozen_estimates(model, rows, args):
     """Estimates of all rows without a graph: the old and the reference values."""
-    micros = rows.micro_batches(args.micro_batch_size)
-    parts = [estimate_logps(draw_logps(model, micro), micro, args) for micro, *_ in micros]
-    return torch.cat(parts)[: len(rows.input_ids)]
+    estimates = lambda micro: estimate_logps(draw_logps(model, micro), micro, args)
+    return rows.evaluate(args.micro_batch_size, estimates)
 
 
 def prepare_rows(model, ref, batch, args):
@@ -243,18 +241,34 @@ def prepare_rows(model, ref, batch, args):
     return iterations
 
 
+def micro_loss(model, rows, args):
+    """-> share of the loss of a micro-batch, metrics"""
+    logps, entropies = draw_logps(model, rows, entropy=True)
+    estimates = estimate_logps(logps, rows, args)
+    # with one update per rollout the old values are the current ones
+    old = estimates.detach() if rows.old is None else rows.old
+    loss, metrics = policy_loss(estimates, old, rows.ref, rows, args)
+    return loss, metrics | rows.mismatch(logps, entropies)
+
+
+# <<< shared: learner
+
+
+# >>> shared: update
 def update(model, optimizer, rows, step, args):
     """One optimizer step, unless loss or gradient are not finite. -> metrics over all ranks"""
-    sums, (group,) = StepMetrics(), optimizer.param_groups
+    sums = StepMetrics()
     for micro, is_last, counts in rows.micro_batches(args.micro_batch_size):
         reduce_gradients(model, is_last, args.sync_every_backward)
-        logps, entropies = draw_logps(model, micro, entropy=True)
-        estimates = estimate_logps(logps, micro, args)
-        # with one update per rollout the old values are the current ones
-        old = estimates.detach() if micro.old is None else micro.old
-        loss, metrics = policy_loss(estimates, old, micro.ref, micro, args)
+        loss, metrics = micro_loss(model, micro, args)
         (loss * counts * dist.get_world_size()).backward()  # FSDP averages over ranks
-        sums.add(loss, metrics | micro.mismatch(logps, entropies), counts)
+        sums.add(loss, metrics, counts)
+    return optimizer_step(optimizer, sums, step, args)
+
+
+def optimizer_step(optimizer, sums, step, args):
+    """sums: StepMetrics of this rank"""
+    (group,) = optimizer.param_groups
     norm = torch.nn.utils.clip_grad_norm_(group["params"], args.max_grad_norm)
     metrics = sums.reduce(step + 1, norm)  # the run ends here if it or the loss is not finite
     group["lr"] = args.learning_rate * args.lr_share(step)
@@ -263,7 +277,7 @@ def update(model, optimizer, rows, step, args):
     return metrics | {"optim/lr": group["lr"]}
 
 
-# <<< shared: learner
+# <<< shared: update
 
 
 def main(args):

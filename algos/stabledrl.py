@@ -12,7 +12,7 @@ w     = tokens / masked tokens where masked. A draw masks part of one block of t
 What differs from d1, and why:
 1. Masks and bounds are SPG's: a ratio of ELBOs is noisy, so the loss has the bound itself.
 2. Ratios are weights, clipped for both signs of A: PPO's clip lets those of A < 0 grow.
-3. They are divided by their sum in the group, so that an update is a mean of its completions'.
+3. They are divided by their mean in the group, so that an update is a mean of its completions'.
 4. The sum needs the current ELBOs of the whole group: one forward more in each update.
 5. No KL, so no reference.
 
@@ -43,8 +43,7 @@ from run import Problems, RolloutFlags, Run
 
 # B sequences, G completions per prompt, P prompt length, L completion length, T = P + L
 # R rows: terms of the loss. K draws: noisy copies of a row
-# The rest is in run/flags.py: GSM8K, LoRA of rank 128, 100 steps of 8 prompts over all ranks;
-# lengths are the model's own (models/names.py)
+# run/flags.py has the rest: GSM8K, LoRA of rank 128, 100 steps; models/names.py the lengths
 TINY = {  # what every method takes on the tiny models
     "task": "countdown", "lora_rank": 0, "learning_rate": 3e-4, "betas": (0.9, 0.99),
     "weight_decay": 0.0, "max_grad_norm": 1.0, "temperature": 1.0, "num_generations": 8,
@@ -158,20 +157,23 @@ def compute_advantages(rewards, args):
 
 
 def group_weights(estimates, rows, args):
-    """Clipped ratios, divided by their sum in the group. Current estimates [R, 2] -> [R]"""
-    old = estimates if rows.old is None else rows.old
-    ratio = (estimates - old)[:, 0].exp().clamp(max=args.clip_ratio)
-    # completions that were left out because their advantage is 0 count with ratio 1
-    total = torch.full_like(rows.batch.advantages, args.num_generations)
-    group = rows.sequence // args.num_generations
-    return ratio / total.index_add(0, group, (ratio - 1).to(total))[group]
+    """Clipped ratios, divided by their mean in the group. Current estimates [R, 2] -> [R]"""
+    # of all completions: 1 where A is 0, which are not in rows, and in a rollout's only update
+    ratio = estimates.new_ones(len(rows.batch.advantages))
+    if rows.old is not None:
+        ratio[rows.sequence] = (estimates - rows.old)[:, 0].exp().clamp(max=args.clip_ratio)
+    groups = ratio.view(-1, args.num_generations)
+    return (groups / groups.mean(1, keepdim=True)).flatten()[rows.sequence]
 
 
 def policy_loss(estimates, old, ref, rows, args):
     """Weight times advantage times bound, mean over groups. estimates [R, 2] -> loss, metrics"""
-    (elbo, eubo), A, c = estimates.unbind(1), rows.advantages, 1 / rows.batch.num_sequences
+    # >>> shared: method_bound
+    (elbo, eubo), A = estimates.unbind(1), rows.advantages  # [R]
     bound = torch.where(A > 0, elbo, elbo.lerp(eubo, args.omega))
-    policy = -(rows.shares * A * bound).sum() * args.num_generations * c
+    # <<< shared: method_bound
+    c = 1 / rows.batch.num_sequences
+    policy = -(rows.shares * A * bound).sum() * c
     return policy, {
         "loss/policy": policy,
         "policy/elbo": elbo.sum() * c,
@@ -226,18 +228,15 @@ def draw_logps(model, rows, entropy=False):
 
     -> [R, K, L] fp32, 0 elsewhere; with entropy=True a pair (logps, entropies without gradient)
     """
-    noisy_ids = torch.where(rows.masked, model.mask_token_id, rows.input_ids[:, None])
-    settings = {"temperature": rows.temperature, "entropy": entropy, "targets": rows.targets}
+    how = {"temperature": rows.temperature, "entropy": entropy, "targets": rows.targets}
     # weights, of the completion: the last L columns
-    return model.logps(rows.input_ids, noisy_ids, rows.weights != 0, rows.valid_mask, **settings)
+    return model.logps(rows.input_ids, rows.noisy_ids, rows.weights != 0, rows.valid_mask, **how)
 
 
-@torch.no_grad()
 def frozen_estimates(model, rows, args):
     """Estimates of all rows without a graph: the old and the reference values."""
-    micros = rows.micro_batches(args.micro_batch_size)
-    parts = [estimate_logps(draw_logps(model, micro), micro, args) for micro, *_ in micros]
-    return torch.cat(parts)[: len(rows.input_ids)]
+    estimates = lambda micro: estimate_logps(draw_logps(model, micro), micro, args)
+    return rows.evaluate(args.micro_batch_size, estimates)
 
 
 def prepare_rows(model, ref, batch, args):
@@ -257,19 +256,35 @@ def prepare_rows(model, ref, batch, args):
     return iterations
 
 
+def micro_loss(model, rows, args):
+    """-> share of the loss of a micro-batch, metrics"""
+    logps, entropies = draw_logps(model, rows, entropy=True)
+    estimates = estimate_logps(logps, rows, args)
+    # with one update per rollout the old values are the current ones
+    old = estimates.detach() if rows.old is None else rows.old
+    loss, metrics = policy_loss(estimates, old, rows.ref, rows, args)
+    return loss, metrics | rows.mismatch(logps, entropies)
+
+
+# <<< shared: learner
+
+
+# >>> shared: update
 def update(model, optimizer, rows, step, args):
     """One optimizer step, unless loss or gradient are not finite. -> metrics over all ranks"""
-    sums, (group,) = StepMetrics(), optimizer.param_groups
     rows.shares = group_weights(frozen_estimates(model, rows, args), rows, args)
+    sums = StepMetrics()
     for micro, is_last, counts in rows.micro_batches(args.micro_batch_size):
         reduce_gradients(model, is_last, args.sync_every_backward)
-        logps, entropies = draw_logps(model, micro, entropy=True)
-        estimates = estimate_logps(logps, micro, args)
-        # with one update per rollout the old values are the current ones
-        old = estimates.detach() if micro.old is None else micro.old
-        loss, metrics = policy_loss(estimates, old, micro.ref, micro, args)
+        loss, metrics = micro_loss(model, micro, args)
         (loss * counts * dist.get_world_size()).backward()  # FSDP averages over ranks
-        sums.add(loss, metrics | micro.mismatch(logps, entropies), counts)
+        sums.add(loss, metrics, counts)
+    return optimizer_step(optimizer, sums, step, args)
+
+
+def optimizer_step(optimizer, sums, step, args):
+    """sums: StepMetrics of this rank"""
+    (group,) = optimizer.param_groups
     norm = torch.nn.utils.clip_grad_norm_(group["params"], args.max_grad_norm)
     metrics = sums.reduce(step + 1, norm)  # the run ends here if it or the loss is not finite
     group["lr"] = args.learning_rate * args.lr_share(step)
@@ -278,7 +293,7 @@ def update(model, optimizer, rows, step, args):
     return metrics | {"optim/lr": group["lr"]}
 
 
-# <<< shared: learner
+# <<< shared: update
 
 
 def main(args):

@@ -41,8 +41,7 @@ from run import Problems, RolloutFlags, Run
 
 # B sequences, G completions per prompt, P prompt length, L completion length, T = P + L
 # R rows: terms of the loss. K draws: noisy copies of a row
-# The rest is in run/flags.py: GSM8K, LoRA of rank 128, 100 steps of 8 prompts over all ranks;
-# lengths are the model's own (models/names.py)
+# run/flags.py has the rest: GSM8K, LoRA of rank 128, 100 steps; models/names.py the lengths
 TINY = {  # what every method takes on the tiny models
     "task": "countdown", "lora_rank": 0, "learning_rate": 3e-4, "betas": (0.9, 0.99),
     "weight_decay": 0.0, "max_grad_norm": 1.0, "temperature": 1.0, "num_generations": 8,
@@ -129,18 +128,17 @@ def sample_masks(batch, iteration, args):
     mine = batch.advantages.view(-1, G).any(1).repeat_interleave(G)  # a group as a whole, [B]
     if args.minibatches:
         mine &= batch.trace.sample_index % args.num_iterations == iteration
-    rounds = (batch.trace.reveal_map // args.shrink)[:, None]  # [B, 1, L], -1: never revealed
-    num_replays = batch.trace.num_replays
-    k = torch.arange(-(-num_replays // args.shrink), device=rounds.device)[:, None]
-    scored = (rounds == k) & (batch.completion_mask & mine[:, None])[:, None]
+    rounds, K = batch.trace.reveal_map // args.shrink, -(-batch.trace.num_replays // args.shrink)
+    revealed, masked = batch.trace.replayed(rounds, K)  # [B, K, L]
+    scored = revealed & (batch.completion_mask & mine[:, None])[:, None]
     size = scored.sum(2, keepdim=True).clamp(min=1) if args.row_mean else args.gen_length
-    rows = Rows(batch, (rounds >= k) | (rounds < 0), scored / size)
+    rows = Rows(batch, masked, scored / size)
     rows.advantages = mine.float()  # those of a trained group count, even where theirs is 0
     # draws with a scored token, over all ranks: the rows of the paper
     rows.total = max(over_ranks(scored.any(2).sum()), 1)
     right = (batch.rewards >= 1).float()
     rows.right = right / (over_ranks(rows.weights.sum((1, 2)) @ right) or 1)  # [B]
-    return rows.subsample(args.num_draws(num_replays), iteration)
+    return rows.subsample(args.train_steps, iteration)
 
 
 # >>> shared: method_passes
@@ -176,12 +174,14 @@ def policy_loss(estimates, old, ref, rows, args):
     # [R, 1, 1], or with a value model [R, 1, L]
     A = getattr(batch, "token_advantages", batch.advantages[:, None])[rows.sequence, None]
     ref = old  # the KL is to the policy before the rollout's updates
+    # >>> shared: method_kl
+    log_ratio = torch.zeros_like(estimates) if ref is None else ref - estimates
+    kl = ((log_ratio.expm1() - log_ratio) * c).sum()  # k3
+    # <<< shared: method_kl
     # >>> shared: method_clip
     ratio = (estimates - old).exp()
     clipped = ratio.clamp(1 - args.epsilon, 1 + args.epsilon)
     policy = (-torch.minimum(ratio * A, clipped * A) * c).sum()
-    log_ratio = torch.zeros_like(estimates) if ref is None else ref - estimates
-    kl = ((log_ratio.expm1() - log_ratio) * c).sum()  # k3
     metrics = {
         "loss/policy": policy,
         "loss/kl": kl,
@@ -279,18 +279,15 @@ def draw_logps(model, rows, entropy=False):
 
     -> [R, K, L] fp32, 0 elsewhere; with entropy=True a pair (logps, entropies without gradient)
     """
-    noisy_ids = torch.where(rows.masked, model.mask_token_id, rows.input_ids[:, None])
-    settings = {"temperature": rows.temperature, "entropy": entropy, "targets": rows.targets}
+    how = {"temperature": rows.temperature, "entropy": entropy, "targets": rows.targets}
     # weights, of the completion: the last L columns
-    return model.logps(rows.input_ids, noisy_ids, rows.weights != 0, rows.valid_mask, **settings)
+    return model.logps(rows.input_ids, rows.noisy_ids, rows.weights != 0, rows.valid_mask, **how)
 
 
-@torch.no_grad()
 def frozen_estimates(model, rows, args):
     """Estimates of all rows without a graph: the old and the reference values."""
-    micros = rows.micro_batches(args.micro_batch_size)
-    parts = [estimate_logps(draw_logps(model, micro), micro, args) for micro, *_ in micros]
-    return torch.cat(parts)[: len(rows.input_ids)]
+    estimates = lambda micro: estimate_logps(draw_logps(model, micro), micro, args)
+    return rows.evaluate(args.micro_batch_size, estimates)
 
 
 def prepare_rows(model, ref, batch, args):
@@ -310,18 +307,34 @@ def prepare_rows(model, ref, batch, args):
     return iterations
 
 
+def micro_loss(model, rows, args):
+    """-> share of the loss of a micro-batch, metrics"""
+    logps, entropies = draw_logps(model, rows, entropy=True)
+    estimates = estimate_logps(logps, rows, args)
+    # with one update per rollout the old values are the current ones
+    old = estimates.detach() if rows.old is None else rows.old
+    loss, metrics = policy_loss(estimates, old, rows.ref, rows, args)
+    return loss, metrics | rows.mismatch(logps, entropies)
+
+
+# <<< shared: learner
+
+
+# >>> shared: update
 def update(model, optimizer, rows, step, args):
     """One optimizer step, unless loss or gradient are not finite. -> metrics over all ranks"""
-    sums, (group,) = StepMetrics(), optimizer.param_groups
+    sums = StepMetrics()
     for micro, is_last, counts in rows.micro_batches(args.micro_batch_size):
         reduce_gradients(model, is_last, args.sync_every_backward)
-        logps, entropies = draw_logps(model, micro, entropy=True)
-        estimates = estimate_logps(logps, micro, args)
-        # with one update per rollout the old values are the current ones
-        old = estimates.detach() if micro.old is None else micro.old
-        loss, metrics = policy_loss(estimates, old, micro.ref, micro, args)
+        loss, metrics = micro_loss(model, micro, args)
         (loss * counts * dist.get_world_size()).backward()  # FSDP averages over ranks
-        sums.add(loss, metrics | micro.mismatch(logps, entropies), counts)
+        sums.add(loss, metrics, counts)
+    return optimizer_step(optimizer, sums, step, args)
+
+
+def optimizer_step(optimizer, sums, step, args):
+    """sums: StepMetrics of this rank"""
+    (group,) = optimizer.param_groups
     norm = torch.nn.utils.clip_grad_norm_(group["params"], args.max_grad_norm)
     metrics = sums.reduce(step + 1, norm)  # the run ends here if it or the loss is not finite
     group["lr"] = args.learning_rate * args.lr_share(step)
@@ -330,7 +343,7 @@ def update(model, optimizer, rows, step, args):
     return metrics | {"optim/lr": group["lr"]}
 
 
-# <<< shared: learner
+# <<< shared: update
 
 
 def main(args):

@@ -13,11 +13,10 @@ python   algos/vrpo.py                                      # the shipped tiny m
 torchrun --nproc-per-node 8 algos/vrpo.py --model llada-8b  # GSM8K, LoRA, eight GPUs
 """
 
-import math
+# >>> shared: offline_imports
 import os
 import sys
-from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 sys.path.insert(0, os.path.realpath(f"{__file__}/../.."))
 from distributed.start import start  # before torch
@@ -25,18 +24,32 @@ from distributed.start import start  # before torch
 # isort: split
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 
-from distributed.groups import StepMetrics, over_ranks, rank_share, setup_distributed
-from distributed.sequence import data_rank
+from distributed.groups import StepMetrics, setup_distributed
 from distributed.sharding import reduce_gradients, register_forwards, sharding
-from models import adapters_off, add_lora, load_weights, meta_model, router_metrics, set_speed
+from models import add_lora, load_weights, meta_model, router_metrics, set_speed
 from models.tensors import frozen_dtype
-from rollout import keyed_uniform
-from rollout.rows import choose_in_blocks
 from run import HeldOut, Run, RunFlags
 
-# P pairs, B = 2P sequences (chosen, rejected, chosen, ...), T tokens, n draws of a sequence
+TINY = {  # what every offline script takes on the tiny models
+    "task": "countdown", "lora_rank": 0, "learning_rate": 3e-4, "batch_size": 128,
+    "warmup_steps": 5, "eval_limit": 512,
+}  # fmt: skip
+# <<< shared: offline_imports
+# isort: split
+import math
+from copy import deepcopy
+from dataclasses import replace
+
+import torch.nn.functional as F
+
+from data.tokens import batch_of
+from distributed.groups import over_ranks
+from distributed.sequence import data_rank
+from models import adapters_off
+from rollout.rows import Rows, choose_in_blocks
+
+# P pairs, B = 2P sequences (chosen, rejected, chosen, ...), L tokens of an answer, n draws of each
 
 
 @dataclass
@@ -66,7 +79,7 @@ class Args(RunFlags):
     """policy and reference see the same timesteps and masks (paper: yes; naive DPO: no)"""
     sft_coef: float = 0.05
     """weight of the supervised term on the chosen answer (paper: 0.05)"""
-    RANGES = {"batch_size": 1, "max_length": 1, "beta": 1e-9}
+    RANGES = {"beta": 1e-9}
 
     def num_draws(self, replays):
         return self.mc_num * self.masks_per_timestep
@@ -74,65 +87,32 @@ class Args(RunFlags):
 
 # What differs on the tiny models, and on others where all weights train.
 BY_SIZE = {
-    "tiny": {
-        "task": "countdown", "lora_rank": 0, "learning_rate": 3e-4, "batch_size": 64,
-        "warmup_steps": 5, "eval_every": 0, "eval_limit": 512,
-    },
+    "tiny": TINY | {"batch_size": 64, "eval_every": 0},
     "full": {"learning_rate": 5e-7},
-}  # fmt: skip
+}
 
 
 # timesteps of a held-out answer, one mask each, shared with the reference, equal at all evaluations
 HELD_OUT_DRAWS = 4
 
 
-@dataclass
-class Batch:
-    """Pairs of one rank in one optimizer step: rows 2i and 2i + 1 are the answers of pair i."""
-
-    input_ids: torch.Tensor  # [B, T] prompt + answer
-    valid_mask: torch.Tensor  # [B, T] bool: False on the padding on the right
-    answer_mask: torch.Tensor  # [B, T] bool: through the end of turn; may be masked and is scored
-    # [B, T] likelihood block: its tokens are predicted jointly, given the blocks before it
-    block_ids: torch.Tensor
-    sample_index: torch.Tensor  # [B] index in the step, over all ranks: keys the draws
-    seed: int
-    step: int
-    num_pairs: float  # of the step on all ranks
-    num_tokens: float  # tokens of the chosen answers on all ranks
-
-    def uniform(self, *key):
-        """fp64 in [0, 1), keyed by (seed, step, sample, ...): words, numbers and tensors [B, T]"""
-        return keyed_uniform(self.seed, self.step, self.sample_index[:, None], *key)
-
-
-@dataclass
-class Masks:
-    """n draws of every sequence of a batch."""
-
-    masked: torch.Tensor  # [B, n, T] bool: shown to the model as [MASK]
-    weights: torch.Tensor  # [B, n, T] fp64: weight of a token in the ELBO; 0 is not scored
-
-
-def sample_masks(batch, args, stream="masks"):
-    """n = mc_num * masks_per_timestep draws of every sequence. -> Masks
+def sample_masks(batch, stream, args):
+    """n = mc_num * masks_per_timestep draws of every sequence. stream: separates different uses
 
     A timestep masks m of the k scored tokens of each likelihood block, m uniform on 1..k and
     stratified over the timesteps (floor form); the tokens are drawn anew for every mask. Weights
-    k / m: the sum over a draw bounds the log-likelihood. stream: separates different uses.
+    k / m: the sum over a draw bounds the log-likelihood. After the answer all is masked: no later
+    token may show where it ends. -> Rows, R = B, K = n
     """
-    c, block = batch.answer_mask, batch.block_ids
-    # after the answer all is masked: no later token may show where it ends
-    hidden = batch.valid_mask & ~c & (c.cumsum(1) > 0)
-    u, position = batch.uniform(stream, "count", block), torch.arange(c.shape[1], device=c.device)
-    masked, weights = [], []
+    c, block = batch.completion_mask, batch.block_ids.contiguous()
+    # searchsorted finds the first column of a block: its u serves all tokens of the block
+    u, weights = batch.uniform(stream, "count", torch.searchsorted(block, block)), []
     for j in range(args.num_draws(0)):
         shifted = (u + j // args.masks_per_timestep / args.mc_num) % 1
-        noise = batch.uniform(stream, j, position)
-        chosen, k, m = choose_in_blocks(c, block, shifted, noise)
-        masked.append(chosen | hidden)
+        chosen, k, m = choose_in_blocks(c, block, shifted, batch.uniform(stream, j))
         weights.append(chosen * k / m)
-    return Masks(torch.stack(masked, 1), torch.stack(weights, 1))
+    weights = torch.stack(weights, 1)
+    return Rows(batch, (weights > 0) | ~c[:, None], weights)
 
 
 def preference_loss(elbo, ref_elbo, batch, args):
@@ -192,83 +172,48 @@ def load_models(model, device, args):
 # <<< shared: load_models
 
 
-# >>> shared: optimizer_step
-def optimizer_step(optimizer, sums, step, args):
-    """sums: StepMetrics of this rank. -> metrics of all ranks"""
-    (group,) = optimizer.param_groups
-    norm = torch.nn.utils.clip_grad_norm_(group["params"], args.max_grad_norm)
-    metrics = sums.reduce(step + 1, norm)  # the run ends here if it or the loss is not finite
-    group["lr"] = args.learning_rate * args.lr_share(step)
-    optimizer.step()
-    optimizer.zero_grad()
-    return metrics | {"optim/lr": group["lr"]}
-
-
-# <<< shared: optimizer_step
-
-
 def make_batch(pairs, first, args, model, step, device):
     """pairs: [(prompt, chosen, rejected ids)] of this rank, numbers first, ... of the step -> Batch
+    of which sequences 2i and 2i + 1 are the answers of pair i
 
     A block model sees its last block whole, as the sampler does: padding fills it, always masked
     and never scored.
     """
-    rows = [(len(prompt), prompt + answer) for prompt, *answers in pairs for answer in answers]
-    n = model.block_length if model.attention == "block-causal" else 1
-    start, end = torch.tensor([(P, len(ids)) for P, ids in rows], device=device).T[..., None]
-    filled = end + -end % n  # [B, 1], like start and end of the answer
-    T, padding = int(filled.max()), model.pad_token_id
-    column = torch.arange(T, device=device)
-    answer_mask, valid_mask = (column >= start) & (column < end), column < filled
-    return Batch(
-        torch.tensor([ids + [padding] * (T - len(ids)) for _, ids in rows], device=device),
-        valid_mask,
-        answer_mask,
-        model.grid(valid_mask)[1],
-        2 * first + torch.arange(len(rows), device=device),
-        args.seed,
-        step,
-        num_pairs=args.batch_size,
-        num_tokens=over_ranks(answer_mask[0::2].sum()),
+    n, rows = model.block_length if model.attention == "block-causal" else 1, []
+    for prompt, *answers in pairs:
+        for ids in answers:
+            rest = -(len(prompt) + len(ids)) % n
+            canvas = ids + [model.pad_token_id] * rest
+            rows.append((prompt, canvas, [0] * len(ids) + [-1] * rest))
+    index = range(2 * first, 2 * first + len(rows))
+    batch = batch_of(rows, index, (args.seed << 32) + step, model, device)
+    # of the step on all ranks; of tokens those of chosen answers
+    batch.num_pairs, batch.num_tokens = (
+        args.batch_size,
+        over_ranks(batch.completion_mask[0::2].sum()),
     )
+    return batch
 
 
-def draw_elbos(model, batch, masks, rows):
+def draw_elbos(model, rows):
     """The only forward in training: ELBOs of R sequences, means over the draws. -> [R] fp32"""
-    input_ids, weights = batch.input_ids[rows], masks.weights[rows]
-    noisy_ids = torch.where(masks.masked[rows], model.mask_token_id, input_ids[:, None])
-    logps = model.logps(input_ids, noisy_ids, weights != 0, batch.valid_mask[rows])
-    return (weights.to(logps.dtype) * logps).sum(2).mean(1)
+    logps = model.logps(rows.input_ids, rows.noisy_ids, rows.weights > 0, rows.valid_mask)
+    return (rows.weights * logps).sum(2).mean(1)
 
 
-@torch.no_grad()
-def elbo_values(model, batch, masks, args):
-    """ELBOs [B] of the whole batch. Without a graph the draws of a sequence always fit."""
-    B, n, _ = masks.masked.shape
-    parts = torch.arange(B).split(max(args.micro_batch_size // n, 1))
-    return torch.cat([draw_elbos(model, batch, masks, rows) for rows in parts])
+def elbo_values(model, rows, args):
+    """ELBOs [B] of the whole batch, without a graph: then the draws of a sequence always fit."""
+    size = max(args.micro_batch_size, rows.masked.shape[1])
+    return rows.evaluate(size, lambda micro: draw_elbos(model, micro))
 
 
-def backward(model, batch, masks, ref_elbos, args):
-    """Gradient of preference_loss. -> metrics
-
-    A forward takes whole pairs, at most --micro-batch-size sequences x draws. Every rank runs as
-    many forwards, because all have as many pairs.
-    """
-    (B, n, _), sums = masks.masked.shape, StepMetrics()
-    size = 2 * (args.micro_batch_size // (2 * n))
-    for i in range(0, B, size):
-        rows = slice(i, i + size)
-        reduce_gradients(model, rows.stop >= B, args.sync_every_backward)
-        elbos = draw_elbos(model, batch, masks, rows)
-        loss, metrics = preference_loss(elbos, ref_elbos[rows], batch, args)
-        (loss * dist.get_world_size()).backward()  # FSDP averages over ranks
-        sums.add(loss, metrics)
-    return sums
+def micro_loss(model, rows, args):
+    """rows: whole pairs -> share of the loss, metrics"""
+    return preference_loss(draw_elbos(model, rows), rows.ref, rows.batch, args)
 
 
 def held_out_draws(pairs, args, model, reference, device):
-    """This rank's held-out pairs, draws, and reference values there. -> Batch, Masks, [B]
+    """-> Rows of this rank's held-out pairs, with reference values
 
     Every rank gets equally many: the last pair is repeated, and its copies are not counted.
     """
@@ -277,16 +222,18 @@ def held_out_draws(pairs, args, model, reference, device):
     first = group * share
     mine = [pairs[min(i, len(pairs) - 1)] for i in range(first, first + share)]
     # no training step is -1
-    batch = replace(make_batch(mine, first, args, model, -1, device), num_pairs=len(pairs))
-    masks = sample_masks(batch, args, "held")
-    return batch, masks, elbo_values(reference, batch, masks, args)
+    batch = make_batch(mine, first, args, model, -1, device)
+    batch.num_pairs, rows = len(pairs), sample_masks(batch, "held", args)
+    rows.ref = elbo_values(reference, rows, args)
+    return rows
 
 
-def held_out_metrics(model, batch, masks, ref_elbos, prefix, args):
+def held_out_metrics(model, rows, prefix, args):
     """Share of held-out pairs with a positive margin, and the mean margin. Collective."""
-    real = int((batch.sample_index < 2 * batch.num_pairs).sum())
-    elbos = elbo_values(model, batch, masks, args)[:real]
-    _, metrics = preference_loss(elbos, ref_elbos[:real], batch, args)
+    batch = rows.batch
+    real = int((batch.trace.sample_index < 2 * batch.num_pairs).sum())
+    elbos = elbo_values(model, rows, args)[:real]
+    _, metrics = preference_loss(elbos, rows.ref[:real], batch, args)
     names = "accuracy", "margin"
     return {f"reward/{prefix}_{name}": over_ranks(metrics[f"reward/{name}"]) for name in names}
 
@@ -297,17 +244,46 @@ def load_pairs(held_out, model, args):
     asked = [pair["prompt"] for pairs in compared.values() for pair in pairs if "prompt" in pair]
     pairs = held_out.encode(pairs, model, asked + held_out.prompts())
     compared = {split: held_out.encode(rows, model) for split, rows in compared.items()}
-    return pairs.at_least(args.batch_size), compared
+    return pairs, compared
+
+
+# >>> shared: update
+def update(model, optimizer, rows, step, args):
+    """One optimizer step, unless loss or gradient are not finite. -> metrics over all ranks"""
+    sums = StepMetrics()
+    for micro, is_last, counts in rows.micro_batches(args.micro_batch_size):
+        reduce_gradients(model, is_last, args.sync_every_backward)
+        loss, metrics = micro_loss(model, micro, args)
+        (loss * counts * dist.get_world_size()).backward()  # FSDP averages over ranks
+        sums.add(loss, metrics, counts)
+    return optimizer_step(optimizer, sums, step, args)
+
+
+def optimizer_step(optimizer, sums, step, args):
+    """sums: StepMetrics of this rank"""
+    (group,) = optimizer.param_groups
+    norm = torch.nn.utils.clip_grad_norm_(group["params"], args.max_grad_norm)
+    metrics = sums.reduce(step + 1, norm)  # the run ends here if it or the loss is not finite
+    group["lr"] = args.learning_rate * args.lr_share(step)
+    optimizer.step()
+    optimizer.zero_grad()
+    return metrics | {"optim/lr": group["lr"]}
+
+
+# <<< shared: update
 
 
 def main(args):
+    # >>> shared: start
     device = setup_distributed(args.sequence_parallel)
-    mine = rank_share(args.batch_size, "--batch-size", data_rank())
-    model, held_out = build_policy(device, args), HeldOut(args, args.max_length)
-    rows, compared = load_pairs(held_out, model, args)
-    engine = held_out.train_on(rows, model, device, args)
+    model = build_policy(device, args)
+    # <<< shared: start
+    held_out = HeldOut(args, args.max_length)
+    pairs, compared = load_pairs(held_out, model, args)
+    engine = held_out.train_on(pairs, model, device, args)
+    args.micro_batch_size -= args.micro_batch_size % (2 * args.num_draws(0))  # whole pairs
     model, ref = load_models(model, device, args)
-    # >>> shared: offline_start
+    # >>> shared: offline_load
     optimizer = torch.optim.AdamW(
         [p for p in model.parameters() if p.requires_grad],
         betas=args.betas,
@@ -316,7 +292,7 @@ def main(args):
     )
     run = Run(__file__, args, held_out, model, optimizer)
     run.say(held_out.facts)
-    # <<< shared: offline_start
+    # <<< shared: offline_load
     run.say("\n".join(pairs.report(f"{split} pairs") for split, pairs in compared.items()))
     held = replace(args, mc_num=HELD_OUT_DRAWS, masks_per_timestep=1)
     with adapters_off(ref or model) as reference:
@@ -326,35 +302,30 @@ def main(args):
             if pairs
         }
 
-    def score(split, name):
-        metrics = held_out.score(engine, split, name, model)
-        if split in compared:
-            metrics |= held_out_metrics(model, *compared[split], name, held)
-        return metrics
+    def compare(split, name):
+        return held_out_metrics(model, compared[split], name, held) if split in compared else {}
 
+    held_out.compare = compare
     if engine and not run.start:
-        run.write(0, score("test", "test"))
+        run.write(0, held_out.score(engine, "test", "test", model))
     for step, clock in run.steps():
         with clock("data"):
-            pairs = [held_out.stream[step * args.batch_size + i] for i in mine]
-            batch = make_batch(pairs, mine.start, args, model, step, device)
-            masks = sample_masks(batch, args)
-            ref_masks = masks if args.share_masks else sample_masks(batch, args, "ref")
+            first = held_out.mine.start
+            batch = make_batch(held_out.chosen(step), first, args, model, step, device)
+            rows = ref_rows = sample_masks(batch, "masks", args)
+            if not args.share_masks:
+                ref_rows = sample_masks(batch, "ref", args)
+            tokens = over_ranks(batch.valid_mask.sum())
         with clock("reference"), adapters_off(ref or model) as reference:
-            ref_elbos = elbo_values(reference, batch, ref_masks, args)
+            rows.ref = elbo_values(reference, ref_rows, args)
+        # >>> shared: offline_learn
         with clock("update"), router_metrics(model) as routing:
-            sums = backward(model, batch, masks, ref_elbos, args)
-            metrics = optimizer_step(optimizer, sums, step, args)
-        if args.evaluates(step + 1):
-            with clock("eval"):
-                metrics |= score("validation", "eval")
-        rate = over_ranks(batch.valid_mask.sum()) / clock["time/update"]
-        metrics |= {"speed/tokens_per_s": rate} | routing
-        run.end_step(metrics)
-    if engine and not run.stopped:
-        run.write(args.max_steps, score("test", "test"))
-    run.end()
+            metrics = update(model, optimizer, rows, step, args)
+        metrics["speed/tokens_per_s"] = tokens / clock["time/update"]
+        run.end_step(metrics | routing | run.validate(engine, model))
+    run.end(engine, model)
 
 
 if __name__ == "__main__":
     start(main, Args, BY_SIZE)
+# <<< shared: offline_learn

@@ -9,6 +9,7 @@ Wrong answers are well-formed text too, which a model that was just converted ha
 distil only what is right take --wrong 0.
 """
 
+import os
 import random
 import sys
 from array import array
@@ -19,15 +20,10 @@ sys.path.insert(0, __file__.rpartition("/data/")[0])
 import distributed.start  # noqa: F401
 
 # isort: split
-import torch
-from torch.nn.utils.rnn import pad_sequence
-
 from data.rows import read_rows
 from data.tokens import TokenRows, question
 from distributed.disk import writing
 from models import prompt_ids
-from rollout.rows import Batch
-from rollout.traces import Trace
 
 
 def main(samples: list[str], out: str, wrong: float = 1.0, mixed: str = ""):
@@ -65,6 +61,9 @@ def right_answers(path, tokenizer, asked):
     """path: one of `samples` below; asked: the prompts that the run is scored on -> TokenRows of
     prompt, canvas, and of each of its tokens the number of the forward that revealed it, -1 of
     masks"""
+    if not os.path.exists(path):
+        how = "evals/run.py --model MODEL --tasks TASK --split train --out runs/own"
+        raise SystemExit(f"--data {path!r} has no samples; python {how} draws some")
     rows, asked = read_rows(path, "samples"), set(map(question, asked))
     kept = [
         [
@@ -76,18 +75,6 @@ def right_answers(path, tokenizer, asked):
     ]
     why = "are wrong, have no end, or ask what the run is scored on"
     return TokenRows(kept, [f"{len(rows) - len(kept):,} {why}"])
-
-
-def batch_of(rows, index, seed, model, device):
-    """Rows of right_answers, with their numbers in the step -> Batch, of which all that the rollout
-    revealed may be scored"""
-    table = [torch.tensor(row[1:], device=device).T for row in rows]
-    lengths, index = torch.tensor([[*map(len, table)], index], device=device)
-    canvas, reveals = pad_sequence(table, True, -1).unbind(2)
-    facts = canvas.clamp(min=0), reveals >= 0, lengths, reveals, None, index, None, {"seed": seed}
-    batch = Batch(Trace([row[0] for row in rows], *facts), model)
-    batch.advantages = lengths  # 0 of none, so that none is left out
-    return batch
 
 
 if __name__ == "__main__":

@@ -9,9 +9,12 @@ from itertools import chain, islice
 from typing import NamedTuple
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from distributed.disk import from_first_rank, progress
 from models.checkpoint import prompt_text
+from rollout.rows import Batch
+from rollout.traces import Trace
 
 # names of a role, ShareGPT's too; a template may leave out a turn of another role without a word
 ROLES = {role: role for role in ("system", "user", "assistant", "tool")}
@@ -60,6 +63,20 @@ class TokenRows:
             problem = f"{len(self)} rows to train on, fewer than --batch-size {batch_size}"
             raise SystemExit("; dropped: ".join([f"--data holds {problem}", *self.dropped]))
         return self
+
+
+def batch_of(rows, index, seed, model, device):
+    """rows: [(prompt, canvas, of each of its tokens the number of the forward that revealed it, -1
+    of none)], with their numbers in the step -> Batch, of which what was revealed may be scored
+    """
+    table = [torch.tensor(row[1:], device=device).T for row in rows]
+    lengths, index = torch.tensor([[*map(len, table)], index], device=device)
+    canvas, reveals = pad_sequence(table, True, -1).unbind(2)
+    settings = {"seed": seed, "attention": model.attention}
+    facts = canvas.clamp(min=0), reveals >= 0, lengths, reveals, None, index, None, settings
+    batch = Batch(Trace([row[0] for row in rows], *facts), model)
+    batch.advantages = lengths  # 0 of none, so that none is left out
+    return batch
 
 
 def encode(rows, tokenizer, model, max_length, asked=(), joins=False):

@@ -3,6 +3,7 @@
 from copy import copy
 
 import torch
+from torch.utils._pytree import tree_map
 
 from distributed.groups import all_reduce, maximum
 from rollout.sampling import keyed_uniform
@@ -51,6 +52,7 @@ class Rows:
     targets = None  # [R, K, L] tokens to score; None: those of input_ids
     old = None  # estimates before the first update; None: the current ones
     ref = None  # estimates of the reference; None: no KL
+    has_gradient = True  # any of them, on this rank
 
     def __init__(self, batch, masked, weights, index=slice(None)):
         """masked [R, K, L] of the completion, or with the prompt [R, K, T]; index [R]: the sequence
@@ -68,6 +70,11 @@ class Rows:
         self.completion_mask = batch.completion_mask[index]  # [R, L] bool
         self.advantages = batch.advantages[index]  # [R]
 
+    @property
+    def noisy_ids(self):
+        """[R, K, T] what the model is shown"""
+        return torch.where(self.masked, self.batch.mask_token_id, self.input_ids[:, None])
+
     def select(self, index):
         """rows[index] for a slice, bool or long index"""
         rows = copy(self)
@@ -82,10 +89,10 @@ class Rows:
     def subsample(self, n, iteration):
         """n draws of each row, random ones of those that score something, their weights divided by
         the probability to be chosen: a loss that is a sum over draws, and its gradient, stay the
-        same in expectation. Row r is sequence r. n: at least K is all, as they are.
+        same in expectation. Row r is sequence r. n: 0, or at least K, is all, as they are.
         """
         made = self.weights.any(2)  # [R, K]
-        if n >= made.shape[1]:
+        if not 0 < n < made.shape[1]:
             return self
         draw = torch.arange(made.shape[1], device=made.device)
         # those made come first
@@ -95,7 +102,7 @@ class Rows:
         rows.weights *= (made.sum(1).clamp(min=n) / n)[:, None, None]
         return rows
 
-    def for_update(self, size, together, keep_all):
+    def for_update(self, size, together, keep_all=False):
         """Without rows that have no gradient, sorted by length, so that a micro-batch has little
         padding. Draws are split into rows of at most `size`, unless the loss needs them `together`.
 
@@ -129,6 +136,15 @@ class Rows:
             yield micro, i + 1 == count, i < len(starts) and self.has_gradient
 
     @torch.no_grad()
+    def evaluate(self, size, values):
+        """values(micro-batch of at most `size` draws) -> tensor, or several, [its rows, ...]
+
+        -> the same of all rows, without a graph
+        """
+        parts = [values(micro) for micro, *_ in self.micro_batches(size)]
+        return tree_map(lambda *found: torch.cat(found)[: len(self.masked)], *parts)
+
+    @torch.no_grad()
     def mismatch(self, logps, entropies):
         """How far the scored tokens are from draws of the scored distributions: draws have a mean
         -log p equal to the mean entropy. [R, K, L] each, nats -> sums; `StepMetrics` makes means
@@ -144,11 +160,11 @@ class Rows:
 def block_counts(tokens, block):
     """Marked tokens in the likelihood block of each token, and in all blocks before it.
 
-    tokens, block [B, L] -> two [B, L]
+    tokens [B, L] or [B, K, L], block [B, L] or [B, 1, L] -> two like tokens
     """
-    ends, block = tokens.long().cumsum(1), block.contiguous()
-    before = (ends - tokens.long()).gather(1, torch.searchsorted(block, block))
-    return ends.gather(1, torch.searchsorted(block, block, right=True) - 1) - before, before
+    ends, block = tokens.long().cumsum(-1), block.expand_as(tokens).contiguous()
+    before = (ends - tokens.long()).gather(-1, torch.searchsorted(block, block))
+    return ends.gather(-1, torch.searchsorted(block, block, right=True) - 1) - before, before
 
 
 def choose_in_blocks(tokens, block, u, noise):

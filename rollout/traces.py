@@ -115,6 +115,17 @@ class Trace:
         canvas = below(self.canvas_length, self.completion_ids.shape[1])
         return torch.cat([prompts, self.completion_ids], 1), torch.cat([valid, canvas], 1)
 
+    def replayed(self, replay=None, K=None):
+        """What each forward of a replay reveals, and what it sees masked. replay [N, L]: number of
+        the one that reveals a token, of K, -1: none; without them those of `replay_map`
+
+        -> two [N, K, L] bool
+        """
+        if replay is None:
+            replay, K = self.replay_map, self.num_replays
+        now = replay[:, None] - torch.arange(K, device=replay.device)[:, None]
+        return now == 0, (now >= 0) | (replay[:, None] < 0)
+
     def states(self, mask_token_id):
         """What the forward of each replay sees of the completions: num_replays tensors [N, L],
         masked where not revealed. Not for records of kind "states", which tell them already.

@@ -33,6 +33,8 @@ RANGES = {
     "max_grad_norm": (EPS, math.inf),
     "betas": (0, 1 - EPS),
     "mc_num": 1,
+    "batch_size": 1,
+    "max_length": 1,
     "prompts_per_step": 1,
     "num_iterations": 1,
     "num_generations": 2,  # a group of one completion has nothing to compare it with

@@ -6,6 +6,7 @@ from data.preferences import held_out_pairs, pairs_of
 from data.stream import ShuffledStream
 from data.tokens import encode
 from distributed.groups import all_reduce, gather, over_ranks, rank_share
+from distributed.sequence import data_rank
 from evals import TRIAL, load_splits, load_task, mean_score, score_all
 from evals.own import FAILED
 from evals.rewards import load_reward, reward_names, sum_of_parts
@@ -23,13 +24,18 @@ class HeldOut:
 
     splits {split: [(example, prompt ids)]}; facts: a line on them; sampling: how they are answered;
     answers: the last that were scored, some of them, for the report;
-    train: what a script trains on, `stream` the order of it; keep: Run.keep, where there is a run
+    train: what a script trains on, `stream` the order of it; a step takes per_step, over all ranks,
+    of which `mine` are this rank's; keep: Run.keep, where there is a run
     """
 
     keep = str
+    compare = lambda *_: {}  # (split, name) -> further scores; those of pairs in vrpo.py
 
     def __init__(self, args, max_length, train=None):
         """train: --data of a split to train on, with `splits` of the same; None: there is none"""
+        if train is None:
+            self.per_step = args.batch_size
+            self.mine = rank_share(args.batch_size, "--batch-size", data_rank())
         instead = getattr(args, "reward_errors", None)
         self.task, self.tokenizer = load_task(args.task, instead), load_tokenizer(args.model)
         self.max_length = max_length
@@ -72,7 +78,7 @@ class HeldOut:
 
     def train_on(self, rows, model, device, args, tail=0):
         """Train on TokenRows; see `fit`. -> the sampler of evaluations, None with --eval-limit 0"""
-        args.micro_batch_size, at_once = self.fit(rows, model, args, tail)
+        args.micro_batch_size, at_once = self.fit(rows.at_least(args.batch_size), model, args, tail)
         self.train, self.stream, engine = rows, ShuffledStream(rows, args.seed), None
         self.facts = f"{rows.report('rows to train on')}\n{self.facts}"
         if args.eval_limit:
@@ -81,17 +87,22 @@ class HeldOut:
             self.facts += f"\nscored on {self.task.NAME} (--task), not with --eval-limit 0: {how}"
         return engine
 
+    def chosen(self, step):
+        """-> what this rank trains on in a step: rows, or (example, prompt ids)"""
+        return [self.stream[step * self.per_step + i] for i in self.mine]
+
     def score(self, engine, split, name, model=None):
-        """-> metrics of `mean_score`, {} with --eval-limit 0. Collective. model: whose weights the
-        sampler gets first; None: it has them"""
+        """-> metrics of `mean_score`, not with --eval-limit 0, and `compare`. Collective. model:
+        whose weights the sampler gets first; None: it has them"""
+        compared = self.compare(split, name)
         if not (problems := self.splits.get(split)):
-            return {}
+            return compared
         if model:
             sync_engine(engine, model)
         metrics, self.answers = mean_score(
             engine, self.task, self.tokenizer, problems, name, **self.sampling
         )
-        return metrics
+        return metrics | compared
 
     def validate(self, engine, model):
         """-> the score on the validation split. Collective."""
@@ -107,6 +118,7 @@ class Problems(HeldOut):
 
     def __init__(self, args, model, records, together, uses_old):
         """records: what the sampler must keep; together, uses_old: see run/plan.py"""
+        self.per_step = args.prompts_per_step
         self.mine = rank_share(args.prompts_per_step, "--prompts-per-step")
         is_lmdeploy = args.rollout_backend == "lmdeploy"
         if is_lmdeploy and args.lora_rank and not args.lora_merged_rollout:
@@ -138,10 +150,6 @@ class Problems(HeldOut):
         )
         self.facts += f"; rollouts: {self.engine.validate(self.records, **self.rollout)}"
         return self.engine
-
-    def chosen(self, step):
-        """-> [(example, prompt ids)] of this rank in a step"""
-        return [self.stream[step * self.args.prompts_per_step + i] for i in self.mine]
 
     def request(self, step, G):
         """-> arguments of engine.generate for G completions of each of this rank's prompts"""

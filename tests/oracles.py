@@ -52,7 +52,7 @@ class Group:
 
 def updated(module, model, *given):
     """One `update` of a script, the gradient not clipped, whose model is not sharded and takes no
-    step. given: rows (of SFT: batch, noise), args. -> metrics, gradient
+    step. given: rows (of SFT: batch), args. -> metrics, gradient
     """
     *rows, args = given
     found, group = [], {"params": list(model.parameters())}

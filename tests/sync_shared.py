@@ -36,10 +36,10 @@ class Method(NamedTuple):
 
 
 METHODS = {
-    "d1": Method(180, {"dream": LORA | TWO}),
+    "d1": Method(179, {"dream": LORA | TWO}),
     "coupled_grpo": Method(451, {"sdar": MOVES}),
-    "spg": Method(297, {"llada-moe": {"num_iterations": 1, "block_length": 4}}),
-    "stabledrl": Method(421, {"llada": TWO | {"block_length": 4}}),
+    "spg": Method(256, {"llada-moe": {"num_iterations": 1, "block_length": 4}}),
+    "stabledrl": Method(379, {"llada": TWO | {"block_length": 4}}),
     "bgpo": Method(
         435,
         {
@@ -47,39 +47,39 @@ METHODS = {
             "sdar-moe": TWO | {"mc_num": 3, "lr_schedule": "cosine"},
         },
     ),
-    "cj_grpo": Method(481, {"llada": LORA | TWO | EOSER}),
-    "mdpo": Method(1084, {"llada": TWO | {"train_steps": 3, "remasking": "rcr"}}, BIDIRECTIONAL),
-    "espo": Method(569, {"llada": TWO | {"ref_sync_steps": 1, "epsilon": 4e-4}}),
-    "gdpo": Method(452, {"sdar": TWO | {"mc_num": 2}}),
+    "cj_grpo": Method(362, {"llada": LORA | TWO | EOSER}),
+    "mdpo": Method(982, {"llada": TWO | {"train_steps": 3, "remasking": "rcr"}}, BIDIRECTIONAL),
+    "espo": Method(459, {"llada": TWO | {"ref_sync_steps": 1, "epsilon": 4e-4}}),
+    "gdpo": Method(372, {"sdar": TWO | {"mc_num": 2}}),
     "ebpo": Method(520, {"sdar": TWO | {"mc_num": 3}}, BLOCK),
     "wd1": Method(225, {"llada": LORA | TWO | {"psi": 0.5}}),
-    "justgrpo": Method(350, {"llada": LORA | TWO | {"denoising_steps": 4, "train_steps": 3}}),
-    "dtreerpo": Method(1201, {"llada": LORA | TREES, "sdar": TREES}),
+    "justgrpo": Method(314, {"llada": LORA | TWO | {"denoising_steps": 4, "train_steps": 3}}),
+    "dtreerpo": Method(1178, {"llada": LORA | TREES, "sdar": TREES}),
     "tracerl": Method(
-        1225,
+        1197,
         {
             "dream": TRACES | LORA | {"shrink": 2, "row_mean": True},
             "sdar": TRACES | VALUES,
             "llada2": FAST,
         },
     ),
-    "tpg": Method(329, {"sdar": TWO | {"denoising_steps": 4, "train_steps": 3, "beta": 0.1}}),
+    "tpg": Method(282, {"sdar": TWO | {"denoising_steps": 4, "train_steps": 3, "beta": 0.1}}),
     "opsd": Method(
-        811, {"llada": LORA | TWO | {"block_length": 4}, "sdar": TWO | {"learning_rate": 1e-5}}
+        711, {"llada": LORA | TWO | {"block_length": 4}, "sdar": TWO | {"learning_rate": 1e-5}}
     ),
     "sft": Method(
-        2230,
+        1945,
         {"dream": LORA | {"cart_p": 0.2}, "sdar": {"pack_length": 128, "max_length": 100}},
     ),
     "vrpo": Method(
-        2045,
+        1413,
         {
             "llada": LORA | {"mc_num": 2, "micro_batch_size": 8, "share_masks": False},
             "sdar": {"mc_num": 2, "masks_per_timestep": 2, "micro_batch_size": 8},
         },
     ),
     "distill": Method(
-        1069, {"llada": LORA | OWN | {"blocks": (4, 8)}, "sdar": OWN | {"masks": "random"}}
+        688, {"llada": LORA | OWN | {"blocks": (4, 8)}, "sdar": OWN | {"masks": "random"}}
     ),
 }
 OFFLINE = ("sft", "vrpo", "distill")
@@ -88,7 +88,7 @@ ONLINE = [script for script in METHODS if script not in OFFLINE]
 EXCEPTIONS = {
     ("dtreerpo", "rollout"): "Its rollouts are trees: sample_trees.",
     ("mdpo", "rollout"): "The prediction of every step has a reward: step_rewards.",
-    ("stabledrl", "learner"): "An update begins with the weights of whole groups: group_weights.",
+    ("stabledrl", "update"): "An update begins with the weights of whole groups: group_weights.",
     ("opsd", "learner"): "The reference says what is scored (teach): not one token, but k.",
 }
 SHARED = re.compile(r"(^ *# >>> shared: (\w+)\n)(.*?)(^ *# <<< shared: \2$)", re.M | re.S)

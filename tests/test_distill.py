@@ -20,7 +20,8 @@ from oracles import (
 )
 
 from algos import distill
-from data.own_samples import batch_of, right_answers
+from data.own_samples import right_answers
+from data.tokens import batch_of
 from evals.samples import generated
 from models import load_tokenizer, prompt_ids
 from rollout import make_engine
@@ -34,7 +35,7 @@ GOLDEN, BLOCKS = RELEASED["distill"], {"random": (4, 4), "steps": (2, 6)}
 def test_the_loss_is_that_of_the_released_code(row):
     """compute_loss of one answer after the other, the mask token left out as in ours."""
     codes = torch.tensor([[[*map(int, draw)] for draw in rows] for rows in GOLDEN["masks"]])
-    batch = made_batch(torch.tensor(GOLDEN["text"]), torch.ones(2, 12) > 0)
+    batch = made_batch(torch.tensor(GOLDEN["text"]), torch.ones(2, 12) > 0, mask=257)
     batch.advantages = torch.ones(2)
     rows = Rows(batch, codes > 0, codes[..., 6:] == 2).for_update(4, True, True)
     args = distill.Args(batch_size=2, micro_batch_size=2, **row["flags"])
@@ -53,8 +54,7 @@ def rolled(model, masks):
     ]
     args = distill.Args(masks=masks, batch_size=3, micro_batch_size=2, blocks=BLOCKS[masks])
     batch = batch_of(answers, range(3), 7, model, "cpu")
-    is_block = model.attention == "block-causal"
-    return args, distill.sample_masks(batch, 0.4, is_block, args)
+    return args, distill.sample_masks(batch, 0.4, args)
 
 
 @pytest.mark.parametrize("masks", BLOCKS)
@@ -93,9 +93,9 @@ def test_the_law_of_the_masks(masks, progress, block):
     batch = made_batch(torch.ones(n, 16).long(), c.expand(n, -1))
     batch.advantages = torch.ones(n)
     steps = torch.tensor([3, 5, 1, 0, 4, 2, 7, 6, 11, 8, 9, 10, -1, -1]).expand(n, -1)
-    batch.trace.step_map = steps
+    batch.trace.step_map, batch.trace.settings["attention"] = steps, "bidirectional"
     args = distill.Args(masks=masks, blocks=BLOCKS[masks], micro_batch_size=2)
-    rows = distill.sample_masks(batch, progress, False, args)
+    rows = distill.sample_masks(batch, progress, args)
     block = block if masks == "steps" else 4
     work = rows.weights.sum(1)  # both copies
     assert work.max() == 1 and (rows.weights > 0).le(rows.masked[..., 2:]).all()

@@ -169,12 +169,7 @@ def test_the_law_of_the_masks(module):
     c, blocks = torch.ones(n, 8, dtype=torch.bool), (torch.arange(8) // 4).expand(n, -1)
     args = small_args(module, p_mask_context=0.0, mc_num=3)
     for iteration in range(2):
-        if module is vrpo:
-            pairs = vrpo.Batch(blocks, c, c, blocks, torch.arange(n), 3, iteration, n, n)
-            masked = vrpo.sample_masks(pairs, args).masked
-        else:
-            batch = made_batch(blocks, c, blocks)
-            masked = module.sample_masks(batch, iteration, args).masked
+        masked = module.sample_masks(made_batch(blocks, c, blocks), iteration, args).masked
         if module is espo:  # a draw masks the rest of the one before
             assert torch.equal(masked[:, 1::2], ~masked[:, ::2])
             masked = masked[:, ::2]
@@ -267,12 +262,13 @@ def test_spgs_upper_bound_is_taken_in_log_space():
 
 
 def test_stabledrls_weights():
-    """Ratios clipped at 2 and divided by their sum in a group of 3; one left out has 1."""
+    """Ratios clipped at 2 and divided by their mean in a group of 3; one left out has 1."""
     rows = made_rows(torch.ones(5, 1, 2), [1.0, -1.0, 1.0, -1.0, -1.0])
     rows.sequence, rows.old = torch.tensor([0, 1, 3, 4, 5]), torch.zeros(5, 2)
+    rows.batch.advantages = torch.ones(6)
     now = torch.tensor([1, 4, 0.5, 1, 8]).log()[:, None].expand(5, 2)
     got = stabledrl.group_weights(now, rows, stabledrl.Args(num_generations=3, clip_ratio=2.0))
-    assert got.tolist() == pytest.approx([0.25, 0.5, 1 / 7, 2 / 7, 4 / 7])
+    assert got.tolist() == pytest.approx([0.75, 1.5, 3 / 7, 6 / 7, 12 / 7])
 
 
 OTHERS = {  # rewards of the table below that are not 1, 0, 0, 0
@@ -330,7 +326,8 @@ def test_a_tiny_llada_equals_the_released_code(row):
     module = importlib.import_module(f"algos.{row['script']}")
     args = module.Args(num_generations=2, micro_batch_size=64, **row["flags"])
     codes = torch.tensor([[[int(c) for c in draw] for draw in rows] for rows in row["masks"]])
-    batch = made_batch(TEXT, torch.arange(12) < torch.tensor(row["lengths"])[:, None])
+    c = torch.arange(12) < torch.tensor(row["lengths"])[:, None]
+    batch = made_batch(TEXT, c, mask=257)
     batch.advantages = torch.tensor(row["advantages"])
     weights = (codes[..., 6:] == 2) * torch.tensor(row["weights"])[..., None]  # 2: scored
     rows = module.Rows(batch, codes > 0, weights)

@@ -38,8 +38,8 @@ def test_packed_documents_are_the_documents_alone(family):
     def step(**layout):
         args = args_of(**layout, edit_rate=0.4 * (family == "llada2"))
         batch = batch_of(examples, args, model)
-        noise = sft.sample_masks(batch, args, model.objective)
-        return len(batch.input_ids), *updated(sft, model, batch, noise, args)
+        batch.noise = sft.sample_masks(batch, args, model.objective)
+        return len(batch.input_ids), *updated(sft, model, batch, args)
 
     _, metrics, gradients = step()
     for layout, rows in (
@@ -93,7 +93,8 @@ def test_an_answer_does_not_see_what_is_behind_it():
         noisy, weights, _ = sft.sample_masks(batch, args, replace(model.objective, t_min=1))
         weights[0, tail:] = 0
         weights = (weights > 0).float()  # they depend on how many answer tokens a block has
-        return sft.micro_loss(model, batch, noisy, weights, 1, slice(2), args).item()
+        batch.noise = noisy, weights, 1
+        return sft.micro_loss(model, (batch, slice(2)), args)[0].item()
 
     joined = one[0], one[1] + [~token for token in other[0][5:]] + other[1]
     assert loss(99, joined) == pytest.approx(loss(5, one, other), rel=1e-10)
@@ -141,7 +142,8 @@ def test_edited_tokens():
     block = slice(one // 4 * 4, one // 4 * 4 + 4)
     seen = torch.cat([batch.input_ids[:1, : block.start], noisy[:1, block]], 1)
     logits = model.logits(seen)[0, one].index_fill(0, torch.tensor(mask), -torch.inf)
-    got = sft.micro_loss(model, batch, noisy, loss, 1, slice(8), args_of())
+    batch.noise = noisy, loss, 1
+    got, _ = sft.micro_loss(model, (batch, slice(8)), args_of())
     assert got.item() * divisor == pytest.approx(-logits.log_softmax(0)[4].item(), rel=1e-6)
 
 

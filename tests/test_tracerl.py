@@ -1,5 +1,7 @@
 """TraceRL: rows against the trace, losses and values against the released code."""
 
+from functools import partial
+
 import pytest
 import torch
 from oracles import (
@@ -74,8 +76,9 @@ def released(family, **settings):
     config, replays, steps = CASES[family]
     replay = torch.tensor([[*row.encode()] for row in steps]) - ord("0")
     block_ids = (torch.arange(12) // 4 * (family == "sdar")).expand(2, -1)
-    batch = made_batch(TEXT, replay >= 0, block_ids)
+    batch = made_batch(TEXT, replay >= 0, block_ids, mask=257)
     batch.trace.replay_map, batch.trace.num_replays = replay, replays
+    batch.trace.replayed = partial(Trace.replayed, None)
     batch.trace.reveal_map = Trace.reveal_map.fget(batch.trace)
     batch.rewards = batch.advantages = torch.tensor([1.5, -0.5])
     how = {"num_iterations": 1, "micro_batch_size": 99, "row_mean": family == "llada"}

@@ -3,12 +3,21 @@ enumeration, held-out pairs.
 """
 
 import itertools
-from types import SimpleNamespace
 
 import pytest
 import torch
 from golden_runs import ANSWERS, EVERY, rows_of, run_script
-from oracles import EOS, Group, gradient, naive_logps, peak_of_graphs, relative, tiny_model
+from oracles import (
+    EOS,
+    Group,
+    gradient,
+    made_batch,
+    naive_logps,
+    peak_of_graphs,
+    relative,
+    tiny_model,
+    updated,
+)
 from test_evals import write
 from test_methods import within
 
@@ -33,21 +42,19 @@ def test_draws_are_unbiased_and_shared():
     Variance at equal cost: (8, 1) < (4, 1) < (2, 2) < (1, 4); masks shared with the reference far
     below unshared ones.
     """
-    ids, index = torch.zeros(5000, 10).long(), torch.arange(5000)
-    answer, variance = (torch.arange(10) >= 2).repeat(5000, 1), []
-    batch = vrpo.Batch(ids, answer | ~answer, answer, ids, index, 3, 0, 2500, 1.0)
+    batch, variance = made_batch(torch.zeros(5000, 8).long(), torch.ones(5000, 8).bool()), []
     # log p of each token where m of its block are masked
-    table = -torch.linspace(0.5, 1.5, 9) * torch.linspace(0.1, 3, 10)[:, None].double()
+    table = -torch.linspace(0.5, 1.5, 9) * torch.linspace(0.1, 3, 10)[2:, None].double()
     for n, each in ((8, 1), (4, 1), (2, 2), (1, 4)):
         args = args_of(mc_num=n, masks_per_timestep=each)
-        masks, other = vrpo.sample_masks(batch, args), vrpo.sample_masks(batch, args, "ref")
+        masks, other = (vrpo.sample_masks(batch, use, args) for use in ("masks", "ref"))
 
         def elbo(masks, scale=1.0):
-            logps = table[torch.arange(10), masks.masked.sum(2, keepdim=True)]
+            logps = table[torch.arange(8), masks.masked.sum(2, keepdim=True)]
             return scale * (masks.weights * logps).sum(2).mean(1)
 
         variance.append(elbo(masks).var().item())
-        assert within(elbo(masks), table[2:, 1:].mean(1).sum())
+        assert within(elbo(masks), table[:, 1:].mean(1).sum())
         shared, unshared = (elbo(masks) - elbo(m, 1.05) for m in (masks, other))
         assert 50 * shared.var() < unshared.var()
         counts = masks.masked.sum(2).view(5000, n, each)
@@ -56,29 +63,29 @@ def test_draws_are_unbiased_and_shared():
     assert all(1.1 * a < b for a, b in itertools.pairwise(variance))
 
 
-def full_graph_loss(model, batch, masks, ref, args):
+def full_graph_loss(model, drawn, args):
     """The loss and its metrics written a second time, on one graph. A block model sees its last
     block whole, masked behind the answer.
     """
     n = 4 if model.attention == "block-causal" else 1
-    answers = torch.zeros(batch.input_ids.shape).double()
-    rows = [(len(prompt), prompt + answer) for prompt, *both in PAIRS for answer in both]
-    for answer, ids, masked, (P, row) in zip(
-        answers, batch.input_ids, masks.masked, rows, strict=True
+    answers, L = drawn.completion_mask, drawn.weights.shape[2]
+    rows = [(prompt, answer) for prompt, *both in PAIRS for answer in both]
+    for mask, ids, valid, masked, (prompt, answer) in zip(
+        answers, drawn.input_ids, drawn.valid_mask, drawn.masked, rows, strict=True
     ):
-        stop = len(row)
-        end = stop + -stop % n
-        assert ids[:stop].tolist() == row
-        assert masked[:, stop:end].all() and not masked[:, :P].any() and not masked[:, end:].any()
-        answer[P:stop] = 1
+        whole = len(prompt + answer)
+        assert ids[valid][:whole].tolist() == prompt + answer
+        assert valid.sum() == whole + -whole % n and mask.sum() == len(answer)
+        assert mask[: len(answer)].all() and not masked[:, :-L].any()
+        assert masked[:, -L:][:, ~mask].all()
     # a token's weight: tokens / masked tokens of its block
-    position = torch.arange(answers.shape[1]) // 4 * (n > 1)
-    in_block = (position == position[:, None]).double()
-    scored = masks.masked * answers[:, None]
-    weights = scored * (answers @ in_block)[:, None] / (scored @ in_block)
-    drawn = vars(batch) | {"masked": masks.masked, "weights": weights.nan_to_num()}
-    drawn = SimpleNamespace(**drawn, targets=None, temperature=1.0)
-    elbos = (drawn.weights * naive_logps(model, drawn)).sum(2).mean(1)
+    position = drawn.valid_mask.cumsum(1)[:, None, -L:] - 1
+    block = position // 4 * (n > 1)
+    in_block = (block == block.mT).double()  # [B, L, L]
+    scored = (drawn.masked[..., -L:] & answers[:, None]).double()
+    weights = scored * (answers[:, None].double() @ in_block) / (scored @ in_block)
+    drawn.weights = weights.nan_to_num().float()
+    elbos, ref = (drawn.weights * naive_logps(model, drawn)).sum(2).mean(1), drawn.ref
     rewards = args.beta * (elbos - ref)
     chosen, rejected = rewards.view(-1, 2).T
     margin = chosen - rejected
@@ -103,24 +110,25 @@ def test_the_gradient_is_that_of_the_full_graph(one_rank, family):
     model, args = tiny_model(family), args_of(masks_per_timestep=2)
 
     def step():
-        model.zero_grad()
-        metrics = vrpo.backward(model, batch, masks, ref, args)
-        return gradient(model), metrics
+        metrics, got = updated(vrpo, model, rows, args)
+        return got, metrics
 
     batch = vrpo.make_batch(PAIRS, 0, args, model, 5, CPU)
-    masks = vrpo.sample_masks(batch, args)
+    rows = vrpo.sample_masks(batch, "masks", args)
     # draws do not depend on the rank that holds a pair, or on the lengths of others
     part = vrpo.make_batch(PAIRS[2:], 2, args, model, 5, CPU)
-    narrow = vrpo.sample_masks(part, args).masked
-    assert torch.equal(narrow, masks.masked[4:, :, : narrow.shape[2]]) and narrow.shape[2] < 16
-    ref = vrpo.elbo_values(tiny_model(family, 1), batch, masks, args)
-    want = full_graph_loss(model, batch, masks, ref, args)
+    narrow = vrpo.sample_masks(part, "masks", args).weights
+    assert torch.equal(narrow, rows.weights[4:, :, : narrow.shape[2]])
+    assert len(part.input_ids[0]) < len(batch.input_ids[0])
+    rows.ref = vrpo.elbo_values(tiny_model(family, 1), rows, args)
+    want = full_graph_loss(model, rows.select(slice(None)), args)
     grads = gradient(model, want["loss/total"])
     for size, reduced in ((64, [1]), (24, [0, 1]), (17, [0, 1]), (8, [0, 0, 0, 1])):
         args.micro_batch_size, model.groups = size, [Group()]
         got, metrics = step()
         assert relative(got, grads) < 1e-10 and model.groups[0].synced == reduced
-        assert metrics == pytest.approx({name: x.item() for name, x in want.items()}, rel=1e-9)
+        found = {name: metrics[name] for name in want}
+        assert found == pytest.approx({name: x.item() for name, x in want.items()}, rel=1e-9)
     part, args.micro_batch_size = peak_of_graphs(step), 64
     assert 2 * part < peak_of_graphs(step)
 
@@ -134,11 +142,11 @@ def test_held_out_pairs_are_scored_on_fixed_draws(run_ranks, family, world_size)
         pairs = [*PAIRS, *((prompt, rejected, chosen) for prompt, chosen, rejected in PAIRS[1:])]
         model, reference = tiny_model(family), tiny_model(family, 1)
         drawn = vrpo.held_out_draws(pairs, args, model, reference, CPU)
-        got = vrpo.held_out_metrics(model, *drawn, "held", args)
+        got = vrpo.held_out_metrics(model, drawn, "held", args)
         for number, pair in enumerate(pairs):
             batch = vrpo.make_batch([pair], number, args, model, -1, CPU)
-            masks = vrpo.sample_masks(batch, args, "held")
-            values = [vrpo.elbo_values(m, batch, masks, args) for m in (model, reference)]
+            rows = vrpo.sample_masks(batch, "held", args)
+            values = [vrpo.elbo_values(m, rows, args) for m in (model, reference)]
             margins.append(-0.2 * (values[0] - values[1]).diff().item())
         assert min(margins) < 0 < max(margins)
         wins = sum(m > 0 for m in margins)
