@@ -115,7 +115,7 @@ REFUSALS = {
     "algos/d1.py --kl-coef 1": "--kl-coef: no such flag; try --beta",
     "algos/sft.py --mbs=1": "try --micro-batch-size",
     "algos/sft.py --foo": "try --help",
-    "algos/sft.py --plan 4xA100": "--plan 4xA100: use 1x24 to 8x24 (GB), or 1x one of A100-40, A10",
+    "algos/sft.py --plan 1x4090": "--plan 1x4090: use 1x24 to 8x24 (GB), or 1x one of A100-40, A10",
     # numbers
     **{f"algos/{name}.py --temperature 0": "--temperature 0.0 must be from" for name in ONLINE},
     "algos/bgpo.py --num-generations 1": "--num-generations 1 must be from 2 to 2147483647",
