@@ -168,12 +168,10 @@ def drawn_boards(split):
 
 def legal_grids():
     """-> the 288 complete 4x4 grids as 16 digits, row by row, sorted."""
-    units = lambda i: {("row", i // 4), ("column", i % 4), ("box", i // 8, i % 4 // 2)}
-    grids = [""]
-    for i in range(16):
-        peers = [j for j in range(i) if units(i) & units(j)]
-        grids = [grid + d for grid in grids for d in "1234" if d not in {grid[j] for j in peers}]
-    return grids
+    rows = [*map("".join, permutations("1234"))]
+    halves = [a + b for a in rows for b in rows if len({*a[:2], *b[:2]}) == 4]  # with two boxes
+    grids = [top + bottom for top in halves for bottom in halves]
+    return [grid for grid in grids if all(len({*grid[i::4]}) == 4 for i in range(4))]
 
 
 GRIDS = legal_grids()

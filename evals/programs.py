@@ -58,18 +58,14 @@ def code_of(text, names):
     (`with_helpers`). Only the last MAX_CODE characters are read.
     """
     text = QUOTED.sub("", text[-MAX_CODE:])
-    blocks = [*fenced(text)]
-    ranked = sorted(blocks, key=lambda block: block[0])
     begun = re.split("<(?:answer|code)>", text)[-1]
     tagged = re.split("</(?:answer|code)>", begun)[0]
-    if not (chosen := [block for block in ranked if defines(block[1], names)]):
-        for part in (tagged, text):
-            if defines(part, names):
-                return trimmed(textwrap.dedent(part))
-        chosen = [(0, tagged), *(ranked if 2 in dict(blocks) else blocks)]
-    _, code = chosen[-1]
+    parts = [*reversed([*fenced(text)]), (-1, tagged), (-2, text)]
+    rank, code = max(parts, key=lambda part: (defines(part[1], names), part[0]))
+    others, code = text.replace(code, ""), textwrap.dedent(code)
+    if rank < 0 and defines(code, names):
+        return trimmed(code)
     if code.strip():
-        others, code = text.replace(code, ""), textwrap.dedent(code)
         return first_program([with_helpers(code, others, names), code]) or code
 
 
