@@ -20,13 +20,14 @@ from operator import add, mul, sub, truediv
 
 # "small" is enumerated completely. The others are drawn, from the ranges of the papers' training
 # data (Countdown-Tasks-3to4).
-SMALL = {"largest": 12, "operators": "+-", "targets": range(1, 37), "style": "compact"}
 DRAWN = {"largest": 99, "operators": "+-*/", "targets": range(10, 101), "style": "tags"}
 COUNTDOWN = {
-    "small": {"count": 3} | SMALL,
+    "small": {
+        "count": 3, "largest": 12, "operators": "+-", "targets": range(1, 37), "style": "compact"
+    },
     "cd3": {"count": 3} | DRAWN,
     "cd4": {"count": 4} | DRAWN,
-}
+}  # fmt: skip
 SUDOKU = {"sudoku4": "compact", "sudoku4-tags": "tags"}  # the same boards, asked in two styles
 ROWS = {"train": 20_000, "validation": 512, "test": 512}  # rows of a split that is drawn
 OPERATORS = {"+": add, "-": sub, "*": mul, "/": truediv}

@@ -86,7 +86,7 @@ NOT_SAID = re.compile(r"(?:n't|\bnot)(?: (?:think|believe|sure|say|mean)\b[^.,\n
 LONE = re.compile(r"[ \t.:,、。，：)*_$\"'\]）]*(?:\n|$)")  # nothing else on the line
 
 
-def letter(completion, letters="ABCD"):
+def letter(completion, letters):
     r"""The letter of `letters` that a completion answers; None if there is none. Never raises,
     linear in time.
 

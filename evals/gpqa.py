@@ -23,8 +23,9 @@ from random import Random
 
 from evals.choices import LETTERS, Choices, Form
 
-COLUMNS = ["Question", "Correct Answer", "Incorrect Answer 1"]
-COLUMNS += ["Incorrect Answer 2", "Incorrect Answer 3"]
+COLUMNS = [
+    "Question", "Correct Answer", "Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3"
+]  # fmt: skip
 ANSWER = "The correct answer is ({gold})"
 
 
