@@ -57,20 +57,24 @@ def held_out_pairs(task, split, data, limit, score_all):
 
 
 def gold_pairs(task, split, preset, score_all):
-    """-> the task's gold answers, each with that of the next problem as the rejected side, unless
-    it is right for both.
+    """-> the task's gold answers, each with the first of the next eight that scores less on its
+    problem as the rejected side.
     """
     answer, answers, problems = answer_of(task, COLUMNS), [], []
     for problem in task.load(split, preset):
         with suppress(ValueError):  # a problem without a solution makes no pair
             answers.append(answer(problem, 0))
             problems.append(problem)
-    others = answers[1:] + answers[:1]
-    scores = score_all(task, others, problems)
+    rejected, right = {}, score_all(task, answers, problems)
+    for k in range(1, 9):
+        left = [i for i in range(len(answers)) if i not in rejected]
+        others = [answers[(i + k) % len(answers)] for i in left]
+        scores = score_all(task, others, [problems[i] for i in left])
+        found = zip(left, others, scores, strict=True)
+        rejected |= {i: text for i, text, score in found if score < right[i]}
     return [
-        {"prompt": task.prompt(problem), "chosen": chosen, "rejected": rejected}
-        for problem, chosen, rejected, score in zip(problems, answers, others, scores, strict=True)
-        if score < 1
+        {"prompt": task.prompt(problems[i]), "chosen": answers[i], "rejected": rejected[i]}
+        for i in sorted(rejected)
     ]
 
 
