@@ -13,7 +13,6 @@ included; tokens_per_forward: of one sequence.
 
 import math
 import sys
-from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import Literal
@@ -33,27 +32,13 @@ from rollout.block import BlockEngine
 from rollout.masked import MaskedEngine
 
 
-@dataclass
-class Args:
-    model: str
-    """directory in HF layout, or a key of models.MODELS"""
-    rows: tuple[int, ...] = (1, 16, 128)
-    """sequences decoded together"""
-    samplers: tuple[Literal["ours", "plain", "lmdeploy"], ...] = ("ours",)
-    """ours: what make_engine picks on this device; plain: rollout/block.py or rollout/masked.py"""
-    cache: tuple[Literal["none", "prefix", "dual"], ...] = ("none",)
-    """for bidirectional models"""
-    denoising_steps: int = 16
-    """per block; at most one per token"""
-
-
-def build(sampler, args):
-    """-> the engine"""
-    device, most = own_device(), max(args.rows)
+def build(sampler, name, most):
+    """-> the engine of a model, for at most so many rows"""
+    device = own_device()
     if sampler != "plain":
         backend = "auto" if sampler == "ours" else sampler
-        return make_engine(args.model, backend, device, max_batch_size=most)
-    model = load_model(args.model, device, frozen_dtype(device))
+        return make_engine(name, backend, device, max_batch_size=most)
+    model = load_model(name, device, frozen_dtype(device))
     return (BlockEngine if model.attention == "block-causal" else MaskedEngine)(model, most)
 
 
@@ -74,27 +59,43 @@ def measure(engine, rows, length, mask_token_id, settings):
     return facts
 
 
-def main(args):
-    model = meta_model(args.model)
+def main(
+    model: str,
+    rows: tuple[int, ...] = (1, 16, 128),
+    samplers: tuple[Literal["ours", "plain", "lmdeploy"], ...] = ("ours",),
+    cache: tuple[Literal["none", "prefix", "dual"], ...] = ("none",),
+    denoising_steps: int = 16,
+):
+    """Compare samplers on one model: see the head of bench/rollout.py.
+
+    Args:
+        model: directory in HF layout, or a key of models.MODELS
+        rows: sequences decoded together
+        samplers: ours: what make_engine picks on this device; plain: rollout/block.py or
+            rollout/masked.py
+        cache: for bidirectional models
+        denoising_steps: per block; at most one per token
+    """
+    name, model = model, meta_model(model)
     is_block = model.attention == "block-causal"
     length, gen_length = (217, 512) if is_block else (256, 256)
     settings = {
         "gen_length": gen_length,
         "block_length": model.block_length,
-        "denoising_steps": min(args.denoising_steps, model.block_length),
+        "denoising_steps": min(denoising_steps, model.block_length),
         "remasking": "low_confidence_static",
         "temperature": 1.0,
     }
-    caches = [{}] if is_block else [{"cache": kind} for kind in args.cache]
-    for sampler in args.samplers:
-        engine = build(sampler, args)
-        for cache, rows in product(caches, args.rows):
-            line = {"model": args.model, "sampler": sampler, "rows": rows} | settings | cache
-            report(line, measure, engine, rows, length, model.mask_token_id, settings | cache)
+    caches = [{}] if is_block else [{"cache": kind} for kind in cache]
+    for sampler in samplers:
+        engine = build(sampler, name, max(rows))
+        for more, n in product(caches, rows):
+            line = {"model": name, "sampler": sampler, "rows": n} | settings | more
+            report(line, measure, engine, n, length, model.mask_token_id, settings | more)
         del engine  # before the next one is made
 
 
 if __name__ == "__main__":
     import tyro
 
-    main(tyro.cli(Args))
+    tyro.cli(main)

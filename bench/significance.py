@@ -1,19 +1,6 @@
-"""Errors and p values of comparisons whose runs share problems, seeds or methods."""
+"""p values of comparisons whose runs share methods."""
 
 import numpy as np
-
-
-def clustered_error(scores):
-    """-> standard error of the mean over other problems and seeds (Cameron, Gelbach and Miller,
-    2011), at least that of either alone; one seed knows no spread between seeds.
-
-    scores: frame [problem, seed]; rows with one label are one problem. For two methods: their
-    difference, problem by problem and seed by seed.
-    """
-    rest = (scores - scores.mean(axis=None)).groupby(level=0).sum()
-    parts = rest.T.sum(), rest.sum(), rest.stack()
-    problems, seeds, both = (part.var() * len(part) for part in parts)
-    return np.nanmax([problems + seeds - both, problems, seeds]) ** 0.5 / scores.size
 
 
 def holm(p):

@@ -21,6 +21,7 @@ share_of_matmul is FLOP/s of a rank over those of an 8192^3 bf16 product in the 
 import statistics
 import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -32,9 +33,8 @@ import torch.distributed as dist
 
 from algos import sft
 from bench.timing import report, timed
-from distributed.groups import StepMetrics, setup_distributed
+from distributed.groups import setup_distributed
 from distributed.sequence import data_rank
-from distributed.sharding import reduce_gradients
 from models import load_weights
 from models.names import resolve
 
@@ -47,6 +47,8 @@ class Args(sft.Args):
     """tokens per sequence"""
     micro_batch_size: int = 8
     """sequences per forward"""
+    eos_tail: int = 0
+    """rows have the same length"""
 
 
 def median(function):
@@ -81,12 +83,13 @@ def rates(step, args, work, matmul):
     return facts | {"share_of_matmul": work / seconds / 1e12 / matmul}
 
 
-def make_batch(args, mask_token_id, device):
-    """Random tokens, about half of them masked. -> input_ids, noisy_ids, masked [B, T]"""
-    torch.manual_seed(data_rank()[0])
-    ids = torch.randint(mask_token_id, (args.rows, args.length), device=device)
-    masked = torch.rand(ids.shape, device=device) < 0.5
-    return ids, torch.where(masked, mask_token_id, ids), masked
+def make_batch(args, model, device):
+    """Random tokens, masked as in sft.py. -> its Batch of this rank, its noise"""
+    group, groups = data_rank()
+    torch.manual_seed(0)
+    rows = torch.randint(model.mask_token_id, (args.rows * groups, args.length)).tolist()
+    batch = sft.make_batch([([], ids) for ids in rows], args, model, 0, group, groups, device)
+    return batch, sft.sample_masks(batch, args, model.objective)
 
 
 def load(model, args, device):
@@ -97,34 +100,11 @@ def load(model, args, device):
     return {"seconds": timed(lambda: load_weights(model, device))[0]}
 
 
-def forward(model, batch, args, matmul):
-    """Log-probabilities of every token, without gradient."""
-    ids, noisy, masked = batch
-    everything = torch.ones_like(masked)
-
-    @torch.no_grad()
-    def run():
-        for rows in torch.arange(args.rows).split(args.micro_batch_size):
-            model.logps(ids[rows], noisy[rows, None], everything[rows, None])
-
-    return rates(run, args, flops(model, args, args.rows * args.length, False), matmul)
-
-
-def training_step(model, batch, args, matmul):
-    ids, noisy, masked = batch
-    params, scored = [p for p in model.parameters() if p.requires_grad], masked.sum()
-    optimizer = torch.optim.AdamW(params, lr=1e-5, weight_decay=0.0, fused=params[0].is_cuda)
-
-    def step():
-        sums = StepMetrics()
-        for rows in torch.arange(args.rows).split(args.micro_batch_size):
-            reduce_gradients(model, bool(rows[-1] + 1 == args.rows), False)
-            loss = -model.logps(ids[rows], noisy[rows, None], masked[rows, None]).sum() / scored
-            loss.backward()
-            sums.add(loss, {})
-        sft.optimizer_step(optimizer, sums, 0, args)
-
-    return rates(step, args, flops(model, args, scored.item(), True), matmul)
+def forward(model, batch, noise, args):
+    """The loss of a step, without its gradient."""
+    with torch.no_grad():
+        for i in range(0, args.rows, args.micro_batch_size):
+            sft.micro_loss(model, batch, *noise, slice(i, i + args.micro_batch_size), args)
 
 
 def main(args):
@@ -134,9 +114,15 @@ def main(args):
     matmul = report(facts, matmul_rate, device)["tflops"]
     model = sft.parallelize(sft.build_policy(device, args), args)
     report({"what": "load"}, load, model, args, device)
-    batch = make_batch(args, model.mask_token_id, device)
-    report({"what": "forward"}, forward, model, batch, args, matmul)
-    report({"what": "step"}, training_step, model, batch, args, matmul)
+    batch, noise = make_batch(args, model, device)
+    params = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(params, weight_decay=0.0, fused=params[0].is_cuda)
+    for what, step in {
+        "forward": partial(forward, model, batch, noise, args),
+        "step": partial(sft.update, model, optimizer, batch, noise, 0, args),
+    }.items():
+        work = flops(model, args, (noise[0] != batch.input_ids).sum().item(), what == "step")
+        report({"what": what}, rates, step, args, work, matmul)
     dist.destroy_process_group()
 
 

@@ -15,6 +15,7 @@ import sys
 from array import array
 from collections import defaultdict
 from json import dumps
+from pathlib import Path
 
 sys.path.insert(0, __file__.rpartition("/data/")[0])
 import distributed.start  # noqa: F401
@@ -22,7 +23,7 @@ import distributed.start  # noqa: F401
 # isort: split
 from data.rows import read_rows
 from data.tokens import TokenRows, question
-from distributed.disk import writing
+from distributed.disk import write_atomically
 from models import prompt_ids
 
 
@@ -47,13 +48,11 @@ def main(samples: list[str], out: str, wrong: float = 1.0, mixed: str = ""):
     others = sorted(is_right.keys() - right)
     random.Random(0).shuffle(others)
     others = others[: round(wrong * len(right))]
-    with writing(out), open(out, "w") as file:
-        file.writelines(right + others)
+    write_atomically(Path(out), "".join(right + others))
     print(f"{out}: {len(right):,} right answers and {len(others):,} wrong ones")
     if mixed:
         both = [row for row, found in verdicts.items() if len(found) == 2]
-        with writing(mixed), open(mixed, "w") as file:
-            file.writelines(both)
+        write_atomically(Path(mixed), "".join(both))
         print(f"{mixed}: {len(both):,} of {len(verdicts):,} problems")
 
 

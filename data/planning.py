@@ -20,13 +20,14 @@ from operator import add, mul, sub, truediv
 
 # "small" is enumerated completely. The others are drawn, from the ranges of the papers' training
 # data (Countdown-Tasks-3to4).
-SMALL = {"largest": 12, "operators": "+-", "targets": range(1, 37), "style": "compact"}
 DRAWN = {"largest": 99, "operators": "+-*/", "targets": range(10, 101), "style": "tags"}
 COUNTDOWN = {
-    "small": {"count": 3} | SMALL,
+    "small": {
+        "count": 3, "largest": 12, "operators": "+-", "targets": range(1, 37), "style": "compact"
+    },
     "cd3": {"count": 3} | DRAWN,
     "cd4": {"count": 4} | DRAWN,
-}
+}  # fmt: skip
 SUDOKU = {"sudoku4": "compact", "sudoku4-tags": "tags"}  # the same boards, asked in two styles
 ROWS = {"train": 20_000, "validation": 512, "test": 512}  # rows of a split that is drawn
 OPERATORS = {"+": add, "-": sub, "*": mul, "/": truediv}
@@ -168,12 +169,10 @@ def drawn_boards(split):
 
 def legal_grids():
     """-> the 288 complete 4x4 grids as 16 digits, row by row, sorted."""
-    units = lambda i: {("row", i // 4), ("column", i % 4), ("box", i // 8, i % 4 // 2)}
-    grids = [""]
-    for i in range(16):
-        peers = [j for j in range(i) if units(i) & units(j)]
-        grids = [grid + d for grid in grids for d in "1234" if d not in {grid[j] for j in peers}]
-    return grids
+    rows = [*map("".join, permutations("1234"))]
+    halves = [a + b for a in rows for b in rows if len({*a[:2], *b[:2]}) == 4]  # with two boxes
+    grids = [top + bottom for top in halves for bottom in halves]
+    return [grid for grid in grids if all(len({*grid[i::4]}) == 4 for i in range(4))]
 
 
 GRIDS = legal_grids()

@@ -29,17 +29,17 @@ def setup_distributed(sequence_parallel=1):
     """
     device = own_device()
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     if not dist.is_initialized():
-        join_ranks(backend, TIMEOUT, **alone)
+        join_ranks(backend, TIMEOUT)
     form_groups(sequence_parallel, ranks_of_a_node(dist.get_world_size()), TIMEOUT)
     return device
 
 
-def join_ranks(backend, timeout, **how):
+def join_ranks(backend, timeout):
     """Start the process group. SystemExit if the variables that torchrun sets allow none."""
+    alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     try:
-        dist.init_process_group(backend, timeout=timeout, **how)
+        dist.init_process_group(backend, timeout=timeout, **alone)
         ranks_of_a_node(1)  # a number?
     except (ValueError, RuntimeError) as error:
         raise SystemExit(f"{error!r}: start the command with torchrun, or unset RANK") from error

@@ -175,7 +175,7 @@ def tagged_answer(completion):
 def final_answer(completion):
     r"""The answer of a completion, without what models wrap it in; None if there is none.
 
-    It is the last box in the last answer tag, or the line in that tag if it has no box, or the last
+    It is the last box in the last answer tag, or what is in that tag if it has no box, or the last
     box of all, of the last MAX_TEXT characters. The prompt's own \boxed{} and "...", and answers
     that are too long, are not looked at. A box may also be written boxed{ or \fbox{, or be ended by
     a line end, $, < or > instead of its bracket; one at the end of a completion may be cut off and
@@ -183,8 +183,7 @@ def final_answer(completion):
     """
     text = DECORATION.sub("", OTHER_BOX.sub(r"\\boxed{", completion[-MAX_TEXT:]))
     tagged = tagged_answer(text) or ""
-    alone = "" if "\n" in unwrapped(tagged) else tagged
-    answers = [*boxes(text, unclosed=True), alone, *boxes(f"{tagged}\n", unclosed=True)]
+    answers = [*boxes(text, unclosed=True), tagged, *boxes(tagged)]
     answers = (unwrapped(answer.partition("</")[0]) for answer in reversed(answers))
     is_good = lambda text: len(text) <= MAX_LENGTH and not PLACEHOLDER.fullmatch(text)
     return next(filter(is_good, answers), None)

@@ -36,8 +36,7 @@ class Aime:
         which gives the same rows for every split; or a hub id.
         """
         needs = f"{COLUMNS}, with an integer from 0 to 999 as answer"
-        own = self.HUB, self.hub_split
-        return read_examples(self.read, needs, path, split, limit, own)
+        return read_examples(self.read, needs, path, split, limit, self.HUB, self.hub_split)
 
     def read(self, row):
         example = problem(row)

@@ -18,7 +18,7 @@ from evals.choices import LETTERS, Choices, Form
 
 
 class ArcC(Choices):
-    HUB, parts, PRESETS = "allenai/ai2_arc", ("ARC-Challenge",), ("dare",)
+    HUB, parts, PRESETS = "allenai/ai2_arc", ("ARC-Challenge",), {"dare": ""}
     splits = {name: name for name in ("train", "validation", "test")}
     needs = "question, choices.text, choices.label and answerKey, which is one of the labels"
     forms = {"": Form("Question: {question}\n{options}\nAnswer:")}

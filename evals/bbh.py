@@ -70,7 +70,7 @@ def prompt(example):
 
 def extract(completion, example):
     r"""With options the letter as "(B)" (`choices.letter`). Otherwise the bold part, or all, of the
-    first of: the line after the last "answer is", the last \boxed{}, a completion of one line;
+    first of: the line after the last "answer is", the last \boxed{}, the first line;
     without the full stop. If the gold answer is several words or signs, it is the paragraph instead
     of the line, and all bold parts. None if there is none.
     """
@@ -81,9 +81,8 @@ def extract(completion, example):
     completion = own_part(completion[-MAX_TEXT:])
     completion = SPECIAL.sub("\n", tagged_answer(completion) or completion)
     line = "\n\n" if " " in example["gold"] else "\n"
-    *before, text = ANSWER_IS.split(completion.strip())
-    text = last_box(text) or (text if before or line not in text else "")
-    text = text.strip()[: MAX_LENGTH + 1].split(line)[0]
+    text = ANSWER_IS.split(completion.strip())[-1]
+    text = (last_box(text) or text).strip()[: MAX_LENGTH + 1].split(line)[0]
     bold = re.findall(r"(?<!\w)(?<!not )\*\*(.+?)\*\*(?!\s+or\b)", text)
     text = " ".join(bold) or text
     text = text.strip().removesuffix(".").strip()

@@ -86,7 +86,7 @@ NOT_SAID = re.compile(r"(?:n't|\bnot)(?: (?:think|believe|sure|say|mean)\b[^.,\n
 LONE = re.compile(r"[ \t.:,、。，：)*_$\"'\]）]*(?:\n|$)")  # nothing else on the line
 
 
-def letter(completion, letters="ABCD"):
+def letter(completion, letters):
     r"""The letter of `letters` that a completion answers; None if there is none. Never raises,
     linear in time.
 
@@ -151,7 +151,7 @@ class Choices:
     there are several.
     """
 
-    PRESETS, parts, styles, topics, heading = (), (None,), {}, {}, ""
+    PRESETS, parts, topics, heading = {}, (None,), {}, ""
     base = Form("{question}\n{options}\nAnswer:", " {gold}")
     splits = {"test": "test", "validation": "validation"}
 
@@ -163,7 +163,7 @@ class Choices:
         behind a path. A file gives the same rows for every split, and its worked examples are the
         hub's.
         """
-        path, style = source_and_style(path, self.HUB, self.styles)
+        path, style = source_and_style(path, self.HUB, self.PRESETS)
         examples = self.examples(path, one_split(self.NAME, split, self.splits))[:limit]
         if self.form(style).shot:
             shots = self.examples(path if is_hub_id(path) else self.HUB, "dev")
@@ -189,20 +189,17 @@ class Choices:
 
     def prompt(self, example):
         """Worked examples as chat turns, then the question."""
-        form, shots = self.form(example), self.shots(example)
-        shots = [[self.filled(form, text, shot) for text in form.shot] for shot in shots]
+        form, shown = self.form(example), example.get("shots", ())
+        shots = [[self.filled(form, text, shot) for text in form.shot] for shot in shown]
         return user(self.filled(form, form.ask, example), shots)
 
     def choices(self, example):
         """-> text without a chat, as lm-eval shows it to base models, {letter: what may follow}"""
         fill, ask, answer = partial(self.filled, self.base), self.base.ask, self.base.answer
-        shots = [fill(f"{ask}{answer}\n\n", shot) for shot in self.shots(example)]
+        shots = [fill(f"{ask}{answer}\n\n", shot) for shot in example.get("shots", ())]
         options = labelled(example["options"]).items()
         follow = {letter: answer.format(gold=letter, option=option) for letter, option in options}
         return fill(self.heading, example) + "".join(shots) + fill(ask, example), follow
-
-    def shots(self, example):
-        return example["shots"] if self.form(example).shot else ()
 
     def form(self, example):
         return self.forms[example.get("style", "")]

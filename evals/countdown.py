@@ -24,14 +24,14 @@ from evals.examples import planning_row, read_examples, source_and_style, user
 from evals.math_grader import rewritten, rules
 
 PRESETS = COUNTDOWN  # names that `load` takes besides files and hub ids; "small" is the default
-LATEX = rules(r"""
+LATEX = [(WORDS, r"\1")]
+LATEX += rules(r"""
 \\left|\\right|\\(?= )|✓ =>
 \\[dt]?frac\{([^{}]*)\}\{([^{}]*)\} => ((\1)/(\2))
 \\times|\\cdot => *
 \\div => /
 → => =
 """)
-LATEX.insert(0, (WORDS, r"\1"))
 NUMBER_SIDE = re.compile(r"\s*(-?[0-9]+(\.[0-9]+)?\s*)?")  # of an equation
 MAX_DEPTH = 64  # operators and opening brackets of an answer: limits the depth of its tree
 # other characters, // and **, a sign +, 07

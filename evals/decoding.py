@@ -6,6 +6,7 @@ yjyddq/DARE); * is for tasks without a number of their own there. Where DARE has
 this is the plain one, without a rule for the end of text. Examples and prompts belong to the task.
 """
 
+import re
 from dataclasses import asdict, fields, make_dataclass
 from pathlib import Path
 
@@ -95,9 +96,7 @@ autoregressive  aime24,aime25                 2048 own  1    temperature=1 sampl
 def read(table):
     """-> {model: {task: settings}}"""
     settings = {}
-    for line in table.strip().splitlines():
-        if line.startswith("#"):
-            continue
+    for line in re.findall(r"^\w.*", table, re.MULTILINE):  # others are comments
         models, tasks, *words = line.split()
         numbers = (None if word == "own" else int(word) for word in words[:3])
         row = dict(zip(("gen_length", "block_length", "denoising_steps"), numbers, strict=True))

@@ -17,18 +17,18 @@ NEXT = re.compile(
 VALIDATION = 512  # rows held out of a hub data set's train split if it has no validation split
 
 
-def read_examples(read, needs, path, split, limit=None, own=None, presets=(), config=None):
+def read_examples(
+    read, needs, path, split, limit=None, hub="", hub_split="test", presets=(), config=None
+):
     """`parse_rows` of a .jsonl, .jsonl.gz, .csv or .parquet file or of a hub data set: the first
-    `limit` rows. own: (hub id, the hub's name of its one split, which is for testing); the id
-    itself without a path.
+    `limit` rows. hub: the task's own data set, read without a path; hub_split: its one split, which
+    is for testing.
 
     SystemExit if there is no such file, data set or split; the message lists the task's `presets`.
     """
-    if own:
-        hub, name = own
-        path = path or hub
-        if is_of(path, hub):
-            split = one_split(hub, split, {"test": name})
+    path = path or hub
+    if hub and is_of(path, hub):
+        split = one_split(hub, split, {"test": hub_split})
     return parse_rows(read, needs, path, read_rows(path, split, presets, limit, config))
 
 

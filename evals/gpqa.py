@@ -23,8 +23,9 @@ from random import Random
 
 from evals.choices import LETTERS, Choices, Form
 
-COLUMNS = ["Question", "Correct Answer", "Incorrect Answer 1"]
-COLUMNS += ["Incorrect Answer 2", "Incorrect Answer 3"]
+COLUMNS = [
+    "Question", "Correct Answer", "Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3"
+]  # fmt: skip
 ANSWER = "The correct answer is ({gold})"
 
 
@@ -39,7 +40,7 @@ class Gpqa(Choices):
             option="({}){}",
         ),
         "shown": Form(  # OpenCompass gpqa_fewshot_gen (DARE)
-            "{shots}\nQuestion:\n{question}\nChoices:\n{options}\n"
+            "{worked}\nQuestion:\n{question}\nChoices:\n{options}\n"
             "When you're ready to answer, please use the format 'The correct answer is (X)' where "
             "X is the correct letter choice from 'ABCD'.",
             ANSWER,
@@ -56,7 +57,7 @@ class Gpqa(Choices):
             right = options[0]
             if file:
                 shuffle(options)
-                example |= {"style": "shown", "shots": worked(file)}
+                example |= {"style": "shown", "worked": worked(file)}
             else:  # the options rotate: B C D A in row 1, then C D A B
                 options[:] = options[first:] + options[:first]
             example["gold"] = LETTERS[options.index(right)]

@@ -37,7 +37,7 @@ def load(split, path=None, limit=None, hub=HUB):
     path: empty for the hub's rows, which are "test" only; a .jsonl, .jsonl.gz, .csv or .parquet
     file; or a hub id.
     """
-    return read_examples(_problem, COLUMNS, path, split, limit, (hub, "test"))
+    return read_examples(_problem, COLUMNS, path, split, limit, hub)
 
 
 def prompt(example):
@@ -56,8 +56,8 @@ def program(completion, example):
     there is none.
 
     Code that defines the function goes after the stub, which it replaces. Other code is the body,
-    in the first of these forms that parses: dedented and indented by 4, as it is, with only the
-    first line indented by 4; then the same for the lines before the first unindented one, where a
+    in the first of these forms that parses: dedented and indented by 4, with only the first line
+    indented by 4; then the same for the lines before the first unindented one, where a
     base model goes on with something else.
     """
     code = extract(completion, example)
@@ -70,7 +70,7 @@ def program(completion, example):
     indent = lambda text: textwrap.indent(textwrap.dedent(text), "    ")
     indent_first = lambda text: re.sub(r"\A[^\S\n]*", "    ", text)
     cut = re.split(r"\n(?=\S)", code, maxsplit=1)[0]
-    forms = indent, str, indent_first
+    forms = indent, indent_first
     programs = [f"{stub}{form(text)}\n" for text in (code, cut) for form in forms]
     return first_program(programs) or programs[0]
 

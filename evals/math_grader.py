@@ -189,7 +189,7 @@ MINERVA = rules(r"""
 \\text\{\(([^{}]*)\)\} => \1
 \b(?:square|ways|integers|dollars|mph|inches|hours|km|units|points|feet|minutes|digits|cents|degrees|cm|gm|pounds|meters|meals|edges|students|childrentickets|multiples|sec|dollar|miles|yards|ft|units?|squared?)s?\b =>
 """)  # noqa: E501
-MINERVA += [*HENDRYCKS, (r"^-?[\d,]+(\.\d+)?$", lambda number: number[0].replace(",", ""))]
+MINERVA += [*HENDRYCKS, (r"(?<=\d),(?=[\d,]*(?:\.\d+)?$)", "")]
 
 
 def hendrycks(answer, gold):

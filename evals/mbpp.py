@@ -17,11 +17,10 @@ import builtins
 import json
 import re
 import sys
-from functools import partial
 
 from data.rows import is_of, read_rows
 from evals.examples import as_text, chat_row, parse_rows, user, worked
-from evals.programs import code_of, defines, passed
+from evals.programs import code_of, passed
 from evals.sandbox import Job
 
 HUB = "google-research-datasets/mbpp"
@@ -104,16 +103,11 @@ def prompt(example):
 def extract(completion, example):
     r"""The code of a completion, not checked; None if there is none.
 
-    The first of these that defines a function of the tests: the text from the last [BEGIN] to the
-    next [DONE] or the end, without its quotes; the text before the first [DONE]; all of it. In
-    each, fenced blocks come first (evals/programs.py: code_of). \_ is _.
+    It is in the text before the first [DONE], from the last [BEGIN] there, without its quotes
+    (evals/programs.py: code_of). \_ is _.
     """
-    text = completion.replace("\\_", "_")
-    names = names_of(example)
-    begun = text.rpartition("[BEGIN]")[2].partition("[DONE]")[0]
-    parts = begun, text.partition("[DONE]")[0], text
-    codes = [code for part in parts if (code := code_of(unquoted(part), names))]
-    return max(codes, key=partial(defines, names=names), default=None)  # the first of several
+    text = completion.replace("\\_", "_").partition("[DONE]")[0]
+    return code_of(unquoted(text.rpartition("[BEGIN]")[2]), names_of(example))
 
 
 def unquoted(text):

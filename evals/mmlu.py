@@ -33,7 +33,7 @@ COT = (
 class Mmlu(Choices):
     HUB, parts = "cais/mmlu", ("all",)
     needs = "question, subject, four choices and answer (index of one)"
-    styles = PRESETS = {"cot": "cot"}
+    PRESETS = {"cot": "cot"}
     heading = "The following are multiple choice questions (with answers) about {topic}.\n\n"
     forms = {
         "": Form(  # OpenCompass mmlu_gen_a484b3

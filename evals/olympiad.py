@@ -52,7 +52,7 @@ def load(split, path=None, limit=None):
     path: empty for the hub's rows, which are "test" only; a .jsonl or .parquet file with the hub's
     columns, which gives the same rows for every split; or a hub id.
     """
-    return read_examples(_problem, COLUMNS, path, split, limit, (HUB, "train"), config=CONFIG)
+    return read_examples(_problem, COLUMNS, path, split, limit, HUB, "train", config=CONFIG)
 
 
 def prompt(example):

@@ -6,8 +6,9 @@ import textwrap
 from evals.math_grader import ask
 from evals.sandbox import run
 
-# the only run of three or more backquotes on its line, what stands before it, and behind it
-FENCE = re.compile(r"^((?:(?!```)[^\n])*)`{3,}([^\n`]*)$", re.MULTILINE)
+# the only run of three or more backquotes on its line, what stands before it, and behind it: quotes
+# only if it begins its line, otherwise it is in a string
+FENCE = re.compile(r"^([^\S\n]*|(?:(?!```)[^\n])*(?=`+[^\n`'\"]*$))`{3,}([^\n`]*)$", re.MULTILINE)
 CODE_LINE = re.compile(r"^(?:async |def |class |import |from |@)", re.MULTILINE)
 # a statement that is not indented and what it defines: imported names, also under `try:`, a
 # function or class with its decorators, or a constant: in capitals, or one whose value is written
@@ -26,13 +27,10 @@ MAX_CUTS = 50  # lines at which `trimmed` looks for the end of the code
 
 def fenced(text):
     """(rank, code) of the fenced blocks; only the last one may be unclosed. rank: 2 for closed
-    blocks of Python, 1 for other closed ones, 0.
-
-    A fence that does not begin its line, as in a list or right behind the code, has no quotes
-    behind it: those are of a string.
+    blocks of Python, 1 for other closed ones, 0. A fence may also stand in a list, or right behind
+    the code.
     """
-    is_fence = lambda mark: not mark[1].strip() or not re.search("['\"]", mark[2])
-    marks = filter(is_fence, FENCE.finditer(text))
+    marks = FENCE.finditer(text)
     for opening in marks:
         closing = next(marks, None)
         is_python = opening[2].strip().lower().startswith("py")
@@ -58,18 +56,14 @@ def code_of(text, names):
     (`with_helpers`). Only the last MAX_CODE characters are read.
     """
     text = QUOTED.sub("", text[-MAX_CODE:])
-    blocks = [*fenced(text)]
-    ranked = sorted(blocks, key=lambda block: block[0])
     begun = re.split("<(?:answer|code)>", text)[-1]
     tagged = re.split("</(?:answer|code)>", begun)[0]
-    if not (chosen := [block for block in ranked if defines(block[1], names)]):
-        for part in (tagged, text):
-            if defines(part, names):
-                return trimmed(textwrap.dedent(part))
-        chosen = [(0, tagged), *(ranked if 2 in dict(blocks) else blocks)]
-    _, code = chosen[-1]
+    parts = [*reversed([*fenced(text)]), (-1, tagged), (-2, text)]
+    rank, code = max(parts, key=lambda part: (defines(part[1], names), part[0]))
+    others, code = text.replace(code, ""), textwrap.dedent(code)
+    if rank < 0 and defines(code, names):
+        return trimmed(code)
     if code.strip():
-        others, code = text.replace(code, ""), textwrap.dedent(code)
         return first_program([with_helpers(code, others, names), code]) or code
 
 

@@ -73,17 +73,16 @@ def write_report(folder):
     for file in folder.parent / "config.json", folder / "config.json", folder / "result.json":
         if file.is_file():
             page[file.stem] = read_json(file)
-    # of an evaluation only some tell the denoising steps of their tokens: those, with the other
-    # samples of their problems, which follow when all problems have been answered once
-    told = [b'"step_map": ' in line for line in complete_lines(path)]
-    problems = page.get("result", {}).get("n") or len(told)
-    usable = [i for i, tells in enumerate(told[:problems]) if tells] or range(problems)
-    first, lines = usable[:: math.ceil(len(usable) / MAX_SAMPLES) or 1], complete_lines(path)
-    samples = [shown(line) for i, line in enumerate(lines) if i % problems in first]
+    written = sum(1 for _ in complete_lines(path))
+    # of an evaluation problems with all of their samples, which follow when all problems have been
+    # answered once
+    problems = page.get("result", {}).get("n") or written
+    every, lines = math.ceil(problems / MAX_SAMPLES), complete_lines(path)
+    samples = [shown(line) for i, line in enumerate(lines) if i % problems % every == 0]
     samples.sort(key=lambda row: row.get("index", 0))
     # browsers read no NaN and Infinity; no text may end the <script> element
     page = json.loads(
-        json.dumps(page | {"written": len(told), "samples": samples}), parse_constant=str
+        json.dumps(page | {"written": written, "samples": samples}), parse_constant=str
     )
     text = json.dumps(page, separators=(",", ":")).replace("<", "\\u003c")
     text = TEMPLATE.read_text(encoding="utf-8").replace("DATA", text)

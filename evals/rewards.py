@@ -323,8 +323,7 @@ def load_reward(name, task, instead=None):
     file, _, function_name = name.rpartition(":")
     if file.endswith(".py"):
         own = getattr(load_file(file, [function_name]), function_name)
-        judged = lambda text, example: checked(text, own(text, example))
-        function = guarded(file, judged, SECONDS, instead)
+        function = guarded(file, own, SECONDS, instead)
     elif name and not (function and name.startswith((f"{task.NAME}_", "tokens_per_"))):
         problem = f"does not fit {task.NAME}" if function else "no such reward"
         raise SystemExit(

@@ -21,7 +21,6 @@ score_batch(completions, examples), for --likelihood choices(example) (evals/lik
 
 import json
 import math
-import os
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -50,7 +49,7 @@ from distributed.disk import (
     read_json,
     write_atomically,
 )
-from distributed.groups import join_ranks, own_device, setup_distributed
+from distributed.groups import join_ranks, own_device
 from evals import TRIAL, load_examples, load_task
 from evals.decoding import SamplerFlags, sampling_for
 from evals.likelihood import elbo, encode, likeliest, readable
@@ -138,7 +137,7 @@ def evaluate(args):
         if (value := getattr(args, name)) is not None and value < 1:
             raise SystemExit(f"--{name.replace('_', '-')} must be at least 1")
     data, files = by_task("data", args.data, tasks), by_task("completions", args.completions, tasks)
-    if "RANK" in os.environ and not dist.is_initialized():
+    if not dist.is_initialized():
         # a rank may finish a long task much earlier than another
         join_ranks("gloo", timedelta(days=2))
     # weights are read once the problems of a task are found
@@ -217,7 +216,6 @@ def perplexity(args, load):
         chunks = ids.unfold(0, args.length, args.length)[: args.limit].tolist()
     except (OSError, ValueError, RuntimeError) as error:  # no such file, no text, too short
         raise SystemExit(f"--text {args.text} --length {args.length}: {error}") from error
-    setup_distributed()
     model, nats = readable(load()), torch.zeros(len(chunks)).double()
     first, draws = encode(model, tokenizer, ""), (args.mc_num, args.batch_size, args.seed)
     for i in progress(range(dist.get_rank(), len(chunks), dist.get_world_size()), "chunks"):
@@ -321,9 +319,8 @@ class Evaluation:
 
         Ranks exchange samples through files that all must see.
         """
-        done, rank, ranks = from_first_rank(partial(self.begin, folder)), 0, 1
-        if dist.is_initialized():
-            rank, ranks = dist.get_rank(), dist.get_world_size()
+        done = from_first_rank(partial(self.begin, folder))
+        rank, ranks = dist.get_rank(), dist.get_world_size()
         indices, samples = range(len(self.examples)), range(self.settings["samples"])
         size = min(self.size, math.ceil(len(indices) / ranks))
         calls = product(samples, [indices[i : i + size] for i in indices[::size]])
@@ -342,8 +339,7 @@ class Evaluation:
                 last.result()
                 last = scorer.submit(write, rows)
             last.result()
-        if ranks > 1:
-            dist.barrier()
+        dist.barrier()
         if not rank:
             result = summary(self, [*gather(folder).values()])
             write_atomically(folder / "result.json", json.dumps(result, indent=1))

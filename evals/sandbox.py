@@ -28,6 +28,7 @@ import subprocess
 import sys
 import time
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -114,14 +115,13 @@ def in_threads(function, *columns):
     """function(...) of every row of the columns, in order, as many at a time as there are cores,
     which the ranks of a machine share. On the first rank's terminal a bar appears after a while.
     """
-    from tqdm.contrib.concurrent import thread_map  # here: the sandbox itself needs no packages
+    from distributed.disk import progress  # here: the sandbox itself needs no packages
 
-    quiet = os.environ.get("RANK", "0") != "0" or None  # None: only on a terminal
-    bar = {"desc": "scoring", "leave": False, "delay": 5, "disable": quiet}
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     workers = max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     try:
-        return thread_map(function, *columns, max_workers=workers, **bar)
+        with ThreadPoolExecutor(workers) as pool:
+            return [*progress(pool.map(function, *columns), "scoring", total=len(columns[0]))]
     except (BlockingIOError, RuntimeError) as error:
         if str(error).endswith(("start new thread", "temporarily unavailable")):
             raise SandboxError(f"scoring: {error}") from error

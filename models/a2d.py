@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from models.config import DecoderKeys, Objective
 from models.language_model import Bidirectional, BlockCausal
-from models.layers import MLP, Attention, Block, RMSNorm
+from models.layers import MLP, Attention, Block
 
 
 @dataclass(frozen=True)
@@ -29,16 +29,13 @@ class Config(DecoderKeys):
     head_dim: int = 0
     attention_bias: bool = False  # of all four projections
     tie_word_embeddings: bool = False
-    rope_scaling: dict | None = None  # Llama 3's
+    rope_llama3: dict | None = None  # the rope_scaling of that rope_type
 
     no_effect = "is_llama_config pretraining_tp transformers.js_config"
 
     def __post_init__(self):
         if self.shift and self.block_size:
             raise SystemExit("config.json has shift = true, which needs block_size = 0")
-        if (rope := self.rope_scaling) and rope.get("rope_type", rope.get("type")) != "llama3":
-            only = "a2d models are implemented with rope_type llama3"
-            raise SystemExit(f"config.json has rope_scaling = {rope!r}; {only}")
         super().__post_init__()
 
 
@@ -52,15 +49,15 @@ class A2D:
 
     def block(self, layer):
         config, kind = self.config, self.config.model_type
-        bias, norm = config.attention_bias, RMSNorm if kind == "a2d-qwen3" else None
-        attention = Attention(config, layer, bias or kind == "a2d-qwen2", norm, bias)
-        return Block(config, attention, MLP(config.hidden_size, config.intermediate_size), RMSNorm)
+        bias, mlp = config.attention_bias, MLP(config.hidden_size, config.intermediate_size)
+        in_bias, norm = bias or kind == "a2d-qwen2", kind == "a2d-qwen3"
+        return Block(config, Attention(config, layer, in_bias, norm, bias), mlp)
 
     def frequency(self, exponent):
         """Llama 3 slows down dimensions that turn seldom within the context of its first
         training.
         """
-        frequency, rope = super().frequency(exponent), self.config.rope_scaling
+        frequency, rope = super().frequency(exponent), self.config.rope_llama3
         if not rope:
             return frequency
         turns = rope["original_max_position_embeddings"] * frequency / (2 * math.pi)

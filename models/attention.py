@@ -13,7 +13,6 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 # --- which token sees which ----------------------------------------------------------------------
 
-PATTERNS = ("full", "padded", "packed", "block-causal", "copies")
 NEVER = torch.iinfo(torch.int32).max
 # torch's kernels, the first that can
 KERNELS = [kind.CUDNN_ATTENTION, kind.FLASH_ATTENTION, kind.EFFICIENT_ATTENTION, kind.MATH]
@@ -23,7 +22,7 @@ KERNELS = [kind.CUDNN_ATTENTION, kind.FLASH_ATTENTION, kind.EFFICIENT_ATTENTION,
 class Visibility:
     """Which of S tokens sees which, for every family. Padding sees itself; nothing else sees it.
 
-    pattern: one of PATTERNS. block [B, S] int64: number of each token's block, counted from the
+    pattern: a key of AUTO. block [B, S] int64: number of each token's block, counted from the
     start of its row; 0 where there are no blocks. valid [B, S] bool: False on padding. document
     [B, S] int64: in a packed row the document of each token, which sees no other document; None: a
     row is one document. copy [B, S] int64: 0 on clean tokens, k on those of noisy copy k in a pass
@@ -63,12 +62,6 @@ class Visibility:
             return None
         row, at = (torch.arange(size, device=self.block.device) for size in self.block.shape)
         return self.rule()(row[:, None, None], 0, at[:, None], at)
-
-
-def bidirectional(valid, document=None):
-    """valid [B, S] bool, document [B, S] -> every token sees every valid one of its document."""
-    pattern = "packed" if document is not None else "full" if valid.all() else "padded"
-    return Visibility(pattern, torch.zeros_like(valid).long(), valid, document)
 
 
 # block, valid, document [B, S] -> a block sees itself and the blocks before it
@@ -190,14 +183,14 @@ def flash_attn(visibility):
 
 # --- the choice ----------------------------------------------------------------------------------
 
-RAGGED, HALF = PATTERNS[:3], (torch.bfloat16, torch.float16)
+HALF = torch.bfloat16, torch.float16
 BACKENDS = {"sdpa": sdpa, "flex": flex, "varlen": varlen, "flash-attn": flash_attn}
 HAS_FLASH_ATTN = find_spec("flash_attn") is not None
 
-# "auto" on CUDA: (backend, from so many tokens S a row). Shorter rows, cases that BACKENDS refuses,
-# and CPUs get sdpa. Measured on one H200 (torch 2.11, bf16, 32 heads of 128
-# over 8; full and padded over 32), forward + backward in ms a layer. Flex also took 7 to 8 ms a
-# forward to make its BlockMask (11 to 14 with documents) before that was compiled.
+# "auto" on CUDA: (backend, from so many tokens S a row). Shorter rows, fp32 and CPUs get sdpa.
+# Measured on one H200 (torch 2.11, bf16, 32 heads of 128 over 8; full and padded over 32),
+# forward + backward in ms a layer. Flex also took 7 to 8 ms a forward to make its BlockMask (11
+# to 14 with documents) before that was compiled.
 #   full B16 S512           sdpa (cuDNN) 0.70    varlen 1.09   flash-attn 1.01
 #   padded B16 S512         sdpa         1.05    varlen 1.98   flash-attn 1.93   flex 1.41
 #   block-causal B16        S512: sdpa   1.02    flex   1.21   S1280: sdpa  5.1   flex 4.3
@@ -217,56 +210,44 @@ AUTO = {
 }  # fmt: skip
 
 
-def refusal(name, pattern, device="cuda", dtype=torch.bfloat16):
-    """-> why a backend cannot do this, or None: sdpa can do everything"""
+def refusal(name, attention, device):
+    """-> why a backend cannot serve a model on a device, or None: sdpa serves every model"""
     if name == "sdpa":
         return None
     if name == "flash-attn" and not HAS_FLASH_ATTN:
         return "is not installed"
-    if name != "flex" and pattern not in RAGGED:
-        return f"has no {pattern} pattern"
-    if device != "cuda":
-        return f"does not run on {device}"
-    return None if dtype in HALF else f"does not compute in {dtype}"
-
-
-def require(name, pattern, *facts):
-    """SystemExit if a backend cannot do this: it names those that can."""
-    if why := refusal(name, pattern, *facts):
-        able = ", ".join(other for other in BACKENDS if not refusal(other, pattern, *facts))
-        raise SystemExit(f"--attention {name} {why}; able to do {pattern} attention here: {able}")
+    if name != "flex" and attention == "block-causal":
+        return "has no block-causal pattern"
+    return None if device == "cuda" else f"does not run on {device}"
 
 
 def check_backend(name, attention, device):
-    """Refuse at start-up, in one line, a backend that cannot serve this model on this device.
+    """Refuse at start-up, in one line, a backend that cannot serve this model on this device, and
+    name those that can.
 
-    attention: "bidirectional" or "block-causal", as model files state it. A wrong dtype shows only
-    at the first forward.
+    attention: "bidirectional" or "block-causal", as model files state it.
     """
-    if name != "auto":
-        for pattern in RAGGED if attention == "bidirectional" else PATTERNS[3:]:
-            require(name, pattern, device)
+    if name != "auto" and (why := refusal(name, attention, device)):
+        able = ", ".join(other for other in BACKENDS if not refusal(other, attention, device))
+        raise SystemExit(f"--attention {name} {why}; able to do {attention} attention here: {able}")
 
 
 def make_attend(visibility, backend="auto"):
     """-> attend(layer, q, k, v) of a forward: q [B, H, S, h], k and v [B, K, S, h] -> [B, H, S, h]
 
-    q and k are rotated; H is a multiple of K. backend: a key of BACKENDS, or "auto". The output of
-    padding is finite and meaningless. The first call raises SystemExit where a named backend cannot
-    do this, and names those that can; "auto" takes sdpa then.
+    q and k are rotated; H is a multiple of K. backend: a key of BACKENDS, or "auto", which takes
+    sdpa for other dtypes than HALF. The output of padding is finite and meaningless.
     """
-    pattern, name = visibility.pattern, backend
+    name = backend
     if backend == "auto":
-        name, shortest = AUTO[pattern]
+        name, shortest = AUTO[visibility.pattern]
         if not visibility.block.is_cuda or visibility.block.shape[1] < shortest:
             name = "sdpa"
-    compute = BACKENDS[name](visibility)
+    compute, serves_all = BACKENDS[name](visibility), name in ("sdpa", backend)
 
     def attend(layer, q, k, v):
-        facts = q.device.type, q.dtype
-        if backend == "auto" and refusal(name, pattern, *facts):
-            return sdpa(visibility)(q, k, v)  # fp32 on CUDA: rare, so each layer makes the mask
-        require(name, pattern, *facts)
-        return compute(q, k, v)
+        if serves_all or q.dtype in HALF:
+            return compute(q, k, v)
+        return sdpa(visibility)(q, k, v)  # fp32 on CUDA: rare, so each layer makes the mask
 
     return attend

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from distributed.disk import is_first_rank, whole_directory
 from distributed.sequence import check_heads
 from models.config import stored_dtype
-from models.lora import adapter_tensors, has_lora, init_adapters, lora_scaling, merge_adapter
+from models.lora import adapter_tensors, init_adapters, merge_adapter
 from models.names import SMALL, checkpoint_config, resolve, special_tokens
 from models.tensors import (
     build_model,
@@ -26,7 +26,6 @@ from models.tensors import (
 )
 from models.tiny import byte_tokenizer, random_weights
 
-SHARD_BYTES = 4 * 2**30
 # Before Qwen3's template: answers of a2d models begin behind an empty think block, as in dllm.
 NO_THINKING = "{%- set enable_thinking = false %}"
 
@@ -65,7 +64,7 @@ def load_weights(model, device):
         merge_adapter(model, adapter)
     if model.value_head is not None:
         torch.nn.init.zeros_(model.value_head.weight)
-    return init_adapters(model) if has_lora(model) else model
+    return init_adapters(model) if model.lora_config else model
 
 
 def load_model(name_or_dir, device="cpu", dtype=torch.float32):
@@ -179,20 +178,21 @@ def export_weights(model, dtype=None):
             source, gathered = value, full_tensor(value)
         value, layer = gathered[index], name.removesuffix(".weight")
         if f"{layer}.lora_A.default.weight" in adapters:
-            names = (f"{layer}.{part}.default.weight" for part in ("lora_A", "lora_B"))
+            names = (f"{layer}.lora_{part}.default.weight" for part in "AB")
             a, b = (full_tensor(adapters[name]).float() for name in names)
-            value = value.float() + lora_scaling(vars(model.lora_config)) * (b @ a)
+            lora = model.lora_config
+            value = value.float() + lora.lora_alpha / lora.r * (b @ a)
         yield name, value.to(dtype if dtype and name not in buffers else value.dtype)
 
 
 def write_files(folder, config, tensors, shapes, end_ids, pad_id, tokenizer):
     """Write the files of a checkpoint. tensors: pairs (name, tensor) in the dtype that config.json
-    names. Each file of up to SHARD_BYTES is written as soon as it is full, and an index if there
-    are several. shapes {name: shape}. tokenizer: None for none.
+    names. Each file, of up to 5 GB, is written as soon as it is full, and an index if there are
+    several. shapes {name: shape}. tokenizer: None for none.
     """
     dtype = stored_dtype(config)
     like = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes.items()}
-    plan = split_torch_state_dict_into_shards(like, max_shard_size=SHARD_BYTES)
+    plan = split_torch_state_dict_into_shards(like)
     files = defaultdict(dict)
     for name, tensor in tensors:
         file = plan.tensor_to_filename[name]

@@ -36,6 +36,8 @@ class Keys:
 
     fixed, no_effect, needed = {}, "", ()
     tie_word_embeddings = False
+    # Norms round to the model's dtype before they multiply with their weight, or once, after it.
+    round_first = True
 
     def to_dict(self):
         """As transformers' configurations have it, which peft 0.14 calls."""
@@ -51,8 +53,9 @@ class Keys:
         # transformers 5 writes rope_theta, rope_scaling and the rotary width into rope_parameters.
         family, rope = architecture(raw), raw.pop("rope_parameters", {})
         rope = rope or raw.pop("rope_scaling", {})
-        if rope.get("rope_type", rope.get("type", "default")) != "default":
-            raw["rope_scaling"], rope = rope, {k: rope[k] for k in rope if k == "rope_theta"}
+        kind = rope.get("rope_type", rope.get("type", "default"))
+        if kind != "default":
+            raw[f"rope_{kind}"], rope = rope, {k: rope[k] for k in rope if k == "rope_theta"}
         raw |= {name: value for name, value in rope.items() if name not in ("rope_type", "type")}
         own = {f.name: f for f in fields(cls)}
         needed = [*(name for name, f in own.items() if f.default is MISSING), *cls.needed]

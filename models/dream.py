@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from models.config import DecoderKeys, Objective
 from models.language_model import Bidirectional
-from models.layers import MLP, Attention, Block, RMSNorm
+from models.layers import MLP, Attention, Block
 
 
 @dataclass(frozen=True)
@@ -36,4 +36,4 @@ class Dream(Bidirectional):
 
     def block(self, layer):
         mlp = MLP(self.config.hidden_size, self.config.intermediate_size)
-        return Block(self.config, Attention(self.config, layer, bias=True), mlp, RMSNorm)
+        return Block(self.config, Attention(self.config, layer, bias=True), mlp)

@@ -40,10 +40,9 @@ def add_mask_token(tokenizer):
     return tokenizer.mask_token_id
 
 
-def end_ids(tokenizer, directory):
+def end_ids(tokenizer, facts):
     """Every id that ends a completion: ENDS that the tokenizer has, and what the files state."""
-    added, facts = tokenizer.get_added_vocab(), read_json(directory / "config.json")
-    facts |= json_if_there(directory / "generation_config.json")
+    added = tokenizer.get_added_vocab()
     stated = facts.get("eos_token_id") or []
     found = [added[token] for token in ENDS if token in added]
     stated = stated if isinstance(stated, list) else [stated]
@@ -94,19 +93,25 @@ def main(
         raise SystemExit(f"{model} has no chat template: give one with --chat-template FILE")
     mask = add_mask_token(words)
     old.pop("auto_map", None)
-    config = old | {"model_type": f"a2d-{kind}", "mask_token_id": mask, "shift": shift}
-    config |= {"architectures": [f"A2D{kind.capitalize()}LMHeadModel"]}
-    config |= {"block_size": 0 if bidirectional else block_length}
+    config = old | {
+        "model_type": f"a2d-{kind}",
+        "architectures": [f"A2D{kind.capitalize()}LMHeadModel"],
+        "mask_token_id": mask,
+        "block_size": 0 if bidirectional else block_length,
+        "shift": shift,
+    }
     net, dtype = build_model(config), stored_dtype(old)  # refused before weights are downloaded
     directory, rows = resolve(model), net.config.vocab_size
     files = fitting_weights(net, directory)
     if mask >= rows:  # a multiple of 64 keeps the head's products fast
         rows = -(-(mask + 1) // 64) * 64
     shapes = tensor_shapes(build_model(config := config | {"vocab_size": rows}))
-    ends = end_ids(words, directory)
+    ends = end_ids(words, old | json_if_there(directory / "generation_config.json"))
     with whole_directory(out) as folder:
-        tensors = ((name, files[name].get_tensor(name)) for name in shapes)
-        tensors = ((name, converted(name, value, rows, mask).to(dtype)) for name, value in tensors)
+        tensors = (
+            (name, converted(name, files[name].get_tensor(name), rows, mask).to(dtype))
+            for name in shapes
+        )
         write_files(folder, config, tensors, shapes, ends, ends[-1], words)
     print(f"{out}: a2d-{kind}, mask token {words.mask_token} {mask}, ends {ends}; now train it:")
     print(f"torchrun algos/sft.py --model {out} --data ROWS --eval-limit 0 --lora-rank 0")

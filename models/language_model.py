@@ -11,7 +11,6 @@ from torch.utils.checkpoint import checkpoint
 from distributed.sequence import over_heads, own_tokens, sequence_rank, total
 from models.attention import (
     Visibility,
-    bidirectional,
     block_causal,
     make_attend,
     noisy_columns,
@@ -27,9 +26,10 @@ class LanguageModel(nn.Module):
     `block(layer)` -> the layer of that number; `embedding` and `final_norm` name two modules.
     """
 
-    embedding, final_norm, norm = "model.embed_tokens", "model.norm", RMSNorm
+    embedding, final_norm = "model.embed_tokens", "model.norm"
     eos_token_id = None  # where no official file states it
     rope_dtype = None  # of rotary tables; None: that of the hidden states
+    shift = False  # token i is predicted where token i - 1 is, as in autoregressive models
 
     def __init__(self, config):
         super().__init__()
@@ -41,7 +41,8 @@ class LanguageModel(nn.Module):
         self.eos_token_ids, self.pad_token_id = [], 0  # meta_model sets them from the checkpoint
         self.activation_checkpointing = False
         self.groups, self.gathers_once = [], False  # see distributed/sharding.py
-        self.lora_config = self.value_head = None  # see models/lora.py, models/value.py
+        # of peft, with adapters; see models/lora.py, models/value.py
+        self.lora_config = self.value_head = None
         self.sources = None, ()  # directory of the weights, directories of adapters on them
         self.build(config)
 
@@ -53,7 +54,7 @@ class LanguageModel(nn.Module):
             self.lm_head.weight = table.weight
         self.model.add_module(self.embedding.removeprefix("model."), table)
         self.model.layers = nn.ModuleList(map(self.block, range(config.num_hidden_layers)))
-        self.model.norm = self.norm(config.hidden_size, config.rms_norm_eps)
+        self.model.norm = RMSNorm(config.hidden_size, config)
 
     @property
     def layers(self):
@@ -62,8 +63,7 @@ class LanguageModel(nn.Module):
     @property
     def fp32_modules(self):
         """Modules that compute in fp32. Under FSDP2 each of them is a group of its own."""
-        head = self.value_head
-        return [one for one in self.modules() if isinstance(one, Router) or one is head]
+        return [one for one in self.modules() if isinstance(one, Router) or one is self.value_head]
 
     def frequency(self, exponent):
         """exponents 2 j / r [r / 2] fp32 of rotary dimensions -> radians a position"""
@@ -97,11 +97,20 @@ class LanguageModel(nn.Module):
                 x = layer(x, cos, sin, attend)
         return self.get_submodule(self.final_norm)(x)
 
-    def predictions(self, input_ids, valid):
-        """-> hidden states [B, T, D] whose row i predicts token i"""
-        position_ids, block = self.grid(valid)
-        attend = make_attend(self.visibility(block, valid), self.attention_backend)
-        return self.hidden(input_ids, position_ids, attend)
+    def source(self, valid, document_ids=None):
+        """valid [B, T] bool -> [B, T] column of the hidden state that predicts each token: its own
+        or, with the shift, the last valid one before it. The first valid token of a row, or of a
+        document in a packed row, has its own.
+        """
+        column = torch.arange(valid.shape[1], device=valid.device)
+        if not self.shift:
+            return column.expand_as(valid)
+        latest = torch.where(valid, column, -1).cummax(1).values  # -1: no valid column so far
+        before = nn.functional.pad(latest[:, :-1], (1, 0), value=-1)
+        is_first = before < 0
+        if document_ids is not None:
+            is_first = is_first | (document_ids.gather(1, before.clamp(min=0)) != document_ids)
+        return torch.where(is_first, column, before)
 
     def logits(self, input_ids, attention_mask=None):
         """[B, T] -> [B, T, V] under the family's own attention; row i is about token i.
@@ -109,7 +118,11 @@ class LanguageModel(nn.Module):
         attention_mask [B, T] bool: False on padding, which is never a key, so a padded row gives
         the logits of the row alone.
         """
-        return self.lm_head(self.predictions(input_ids, all_valid(attention_mask, input_ids)))
+        valid = all_valid(attention_mask, input_ids)
+        position_ids, block = self.grid(valid)
+        attend = make_attend(self.visibility(block, valid), self.attention_backend)
+        hidden = self.hidden(input_ids, position_ids, attend)
+        return self.lm_head(hidden.gather(1, self.source(valid)[..., None].expand_as(hidden)))
 
     def logps(
         self, input_ids, noisy_ids, score_mask, valid_mask=None, temperature=1.0, entropy=False,
@@ -174,7 +187,6 @@ class Bidirectional(LanguageModel):
     """
 
     attention = "bidirectional"  # decides which sampler serves the model
-    shift = False  # token i is predicted where token i - 1 is, as in autoregressive models
 
     def grid(self, valid_mask, document_ids=None):
         """valid_mask [B, T] bool -> position_ids, block_ids [B, T] int64
@@ -185,28 +197,9 @@ class Bidirectional(LanguageModel):
         return position_ids, torch.zeros_like(position_ids)
 
     def visibility(self, block, valid, document_ids=None):
-        return bidirectional(valid, document_ids)
-
-    def source(self, valid, document_ids=None):
-        """valid [B, T] bool -> [B, T] column of the hidden state that predicts each token: its own
-        or, with the shift, the last valid one before it. The first valid token of a row, or of a
-        document in a packed row, has its own.
-        """
-        column = torch.arange(valid.shape[1], device=valid.device)
-        if not self.shift:
-            return column.expand_as(valid)
-        latest = torch.where(valid, column, -1).cummax(1).values  # -1: no valid column so far
-        before = nn.functional.pad(latest[:, :-1], (1, 0), value=-1)
-        is_first = before < 0
-        if document_ids is not None:
-            is_first = is_first | (document_ids.gather(1, before.clamp(min=0)) != document_ids)
-        return torch.where(is_first, column, before)
-
-    def predictions(self, input_ids, valid):
-        hidden = super().predictions(input_ids, valid)
-        if not self.shift:
-            return hidden
-        return hidden.gather(1, self.source(valid)[..., None].expand_as(hidden))
+        """Every token sees every valid one of its document."""
+        pattern = "packed" if document_ids is not None else "full" if valid.all() else "padded"
+        return Visibility(pattern, block, valid, document_ids)
 
     def noisy_pass(self, input_ids, noisy_ids, score_mask, valid, document_ids):
         """-> of a forward that scores the noisy copies ids and positions [B, S] and Visibility; of

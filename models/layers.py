@@ -19,15 +19,12 @@ def memory_budget(model):
 
 
 class RMSNorm(nn.Module):
-    """x / sqrt(mean x^2 + eps) * weight, computed in fp32.
+    """x / sqrt(mean x^2 + eps) * weight, computed in fp32."""
 
-    round_first: the quotient is rounded to the dtype of x before it is multiplied with the weight.
-    Official codes differ in this.
-    """
-
-    def __init__(self, size, eps, round_first=True):
+    def __init__(self, size, config):
         super().__init__()
-        self.weight, self.eps, self.round_first = nn.Parameter(torch.ones(size)), eps, round_first
+        self.weight, self.eps = nn.Parameter(torch.ones(size)), config.rms_norm_eps
+        self.round_first = config.round_first
 
     def forward(self, x):
         weight = None if self.round_first else self.weight
@@ -59,11 +56,11 @@ def rotate_and_attend(layer, q, k, v, cos, sin, attend):
 
 
 class Attention(nn.Module):
-    """Attention of most families. bias: of queries, keys and values; norm: of every head of queries
-    and keys, if any
+    """Attention of most families. bias: of queries, keys and values; norm: whether every head of
+    queries and keys has one
     """
 
-    def __init__(self, config, layer, bias=False, norm=None, out_bias=False):
+    def __init__(self, config, layer, bias=False, norm=False, out_bias=False):
         super().__init__()
         D, h = config.hidden_size, config.head_dim
         self.layer, self.head_dim, self.norm = layer, h, norm
@@ -73,7 +70,7 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(D, kv_size, bias)
         self.o_proj = nn.Linear(q_size, D, out_bias)
         if norm:
-            self.q_norm, self.k_norm = (norm(h, config.rms_norm_eps) for _ in range(2))
+            self.q_norm, self.k_norm = RMSNorm(h, config), RMSNorm(h, config)
 
     def forward(self, x, cos, sin, attend):
         q, k, v = project(x, self.head_dim, self.q_proj, self.k_proj, self.v_proj)
@@ -89,11 +86,11 @@ class Block(nn.Module):
     name: of the attention module, which differs between families
     """
 
-    def __init__(self, config, attention, mlp, norm, name="self_attn"):
+    def __init__(self, config, attention, mlp, name="self_attn"):
         super().__init__()
-        self.input_layernorm = norm(config.hidden_size, config.rms_norm_eps)
+        self.input_layernorm = RMSNorm(config.hidden_size, config)
         self.add_module(name, attention)
-        self.post_attention_layernorm = norm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config)
         self.mlp, self.name = mlp, name
 
     def forward(self, x, cos, sin, attend):

@@ -56,12 +56,12 @@ class Block(nn.Module):
         d, f = config.d_model, config.mlp_hidden_size
         self.layer, self.head_dim = layer, config.head_dim
         kv_size = config.n_kv_heads * self.head_dim
-        self.attn_norm = RMSNorm(d, config.rms_norm_eps)
+        self.attn_norm = RMSNorm(d, config)
         self.q_proj = nn.Linear(d, d, bias=False)
         self.k_proj = nn.Linear(d, kv_size, bias=False)
         self.v_proj = nn.Linear(d, kv_size, bias=False)
         self.attn_out = nn.Linear(d, d, bias=False)
-        self.ff_norm = RMSNorm(d, config.rms_norm_eps)
+        self.ff_norm = RMSNorm(d, config)
         self.ff_proj = nn.Linear(d, f, bias=False)
         self.up_proj = nn.Linear(d, f, bias=False)
         self.ff_out = nn.Linear(f, d, bias=False)
@@ -90,7 +90,7 @@ class LLaDA(Bidirectional):
         self.model.transformer.wte = embedding_table(rows, d)
         blocks = (Block(config, layer) for layer in range(config.n_layers))
         self.model.transformer.blocks = nn.ModuleList(blocks)
-        self.model.transformer.ln_f = RMSNorm(d, config.rms_norm_eps)
+        self.model.transformer.ln_f = RMSNorm(d, config)
         self.model.transformer.ff_out = nn.Linear(d, rows, bias=False)
 
     @property

@@ -57,8 +57,8 @@ class Attention(nn.Module):
         D, h = config.hidden_size, config.head_dim
         self.query_key_value = nn.Linear(D, (H + 2 * K) * h, bias=False)
         self.dense = nn.Linear(H * h, D, bias=False)
-        self.query_layernorm = RMSNorm(h, config.rms_norm_eps)
-        self.key_layernorm = RMSNorm(h, config.rms_norm_eps)
+        self.query_layernorm = RMSNorm(h, config)
+        self.key_layernorm = RMSNorm(h, config)
 
     def forward(self, x, cos, sin, attend):
         (heads,) = project(x, self.head_dim, self.query_key_value)
@@ -114,4 +114,4 @@ class LLaDA2(BlockCausal):
     def block(self, layer):
         config, is_dense = self.config, layer < self.config.first_k_dense_replace
         mlp = MLP(config.hidden_size, config.intermediate_size) if is_dense else MoE(config)
-        return Block(config, Attention(config, layer), mlp, RMSNorm, "attention")
+        return Block(config, Attention(config, layer), mlp, "attention")

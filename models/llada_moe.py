@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from models.config import DecoderKeys
 from models.experts import SoftmaxMoE
 from models.language_model import Bidirectional
-from models.layers import Attention, Block, RMSNorm
+from models.layers import Attention, Block
 from models.llada import LLaDA
 
 
@@ -46,4 +46,4 @@ class LLaDAMoE(Bidirectional):
     def block(self, layer):
         config = self.config
         moe = SoftmaxMoE(config, config.expert_intermediate_size, is_normalized=False)
-        return Block(config, Attention(config, layer, norm=RMSNorm), moe, RMSNorm)
+        return Block(config, Attention(config, layer, norm=True), moe)

@@ -46,10 +46,9 @@ def add_lora(model, rank, alpha, targets=(), seed=0, dtype=torch.float32):
         raise SystemExit(f"--lora-targets {', '.join(unknown)} {there}")
     model.requires_grad_(False)
     # No adapter on the head: LLaDA's bears the name of a block's layer.
-    modules = model.named_modules()
-    head = [name for name, module in modules if module is model.lm_head and last(name) in targets]
+    head = [name for name, module in model.named_modules() if module is model.lm_head]
     model.lora_config = LoraConfig(
-        r=rank, lora_alpha=alpha, target_modules=targets, exclude_modules=head or None
+        r=rank, lora_alpha=alpha, target_modules=targets, exclude_modules=head
     )
     # peft's own draws would take 10 s for an 8B model
     inject_adapter_in_model(model.lora_config, model, low_cpu_mem_usage=True)
@@ -77,15 +76,6 @@ def init_adapters(model):
         draws = torch.rand(value.shape, generator=generator) * 2 * bound - bound
         local.copy_(draws[rows.start : rows.stop])
     return model
-
-
-def has_lora(model):
-    return model.lora_config is not None
-
-
-def lora_scaling(config):
-    """config: the content of adapter_config.json, or vars of a LoraConfig -> the factor of B @ A"""
-    return config["lora_alpha"] / config["r"]
 
 
 def adapter_tensors(model):
@@ -167,5 +157,5 @@ def merge_adapter(model, directory):
             raise SystemExit(f"{directory}, of rank {r}, does not fit its model at {layer}")
         weight, rows = local_rows(value)
         a, b = (part.to(weight.device, torch.float32) for part in (a, b[rows.start : rows.stop]))
-        weight.copy_(weight.float() + lora_scaling(config) * (b @ a))
+        weight.copy_(weight.float() + config["lora_alpha"] / r * (b @ a))
     return model

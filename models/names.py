@@ -35,12 +35,8 @@ NAMED = """
 CHECKPOINTS = {"tiny": {name: str(HERE / name) for name in TINY_CONFIGS}}
 for kind, name, hub_id in map(str.split, NAMED.strip().splitlines()):
     CHECKPOINTS.setdefault(kind, {})[name] = hub_id
-# hub id -> what its config.json leaves out (dllm, examples/a2d)
-STATED = {
-    hub_id: {"block_size": block_size, "shift": False}
-    for kind, block_size in (("a2d-block", 32), ("a2d-masked", 0))
-    for hub_id in CHECKPOINTS[kind].values()
-}
+# a key of CHECKPOINTS -> what the config.json of its models leaves out (dllm, examples/a2d)
+STATED = {"a2d-block": {"block_size": 32}, "a2d-masked": {"block_size": 0}}
 MODELS = {name: source for group in CHECKPOINTS.values() for name, source in group.items()}
 
 # What a model states about its sampling, as fields of the scripts. Lengths of evaluations stand in
@@ -54,23 +50,15 @@ BLOCKS = {"gen_length": 256}
 LLADA2 = {"gen_length": 256, "denoising_steps": 32}
 LLADA2 |= {"remasking": "low_confidence_dynamic", "confidence_threshold": 0.95}
 # a key of CHECKPOINTS -> fields
-SAMPLING = {"tiny": {"gen_length": 12, "denoising_steps": 2}}
-SAMPLING |= {"llada": MASKED, "lladamoe": MASKED, "Dream": MASKED, "a2d-masked": MASKED}
-SAMPLING |= {"sdar": BLOCKS, "sdar_moe": BLOCKS, "a2d-block": BLOCKS, "llada2_moe": LLADA2}
+SAMPLING = {
+    "tiny": {"gen_length": 12, "denoising_steps": 2},
+    "llada": MASKED, "lladamoe": MASKED, "Dream": MASKED, "a2d-masked": MASKED,
+    "sdar": BLOCKS, "sdar_moe": BLOCKS, "a2d-block": BLOCKS, "llada2_moe": LLADA2,
+}  # fmt: skip
 TINY_SIZE = 10_000_000  # parameters that a tiny model stays below
 # files of a repository: all but the weights, all
 SMALL = ["*.json", "*.txt", "*.jinja"]
 FILES = [*SMALL, "*.safetensors", "*.py"]
-
-
-def is_tiny(model):
-    """model: as --model -> whether it is a shipped tiny model, or one of fewer than TINY_SIZE
-    parameters by its config.json. An adapter counts as its base.
-    """
-    if kind := known(model):
-        return kind == "tiny"
-    model = build_model(checkpoint_config(model, SMALL)[0])
-    return sum(value.numel() for value in model.parameters()) < TINY_SIZE
 
 
 def known(model):
@@ -80,13 +68,27 @@ def known(model):
     return next(has, None)
 
 
-def sampling_facts(model):
-    """model: as --model -> {field: value} of its sampling; of a name without reading anything"""
+def kind_of(model):
+    """model: as --model -> the key of SAMPLING that it has, and what is known of its config.json;
+    of a name or a hub id without reading anything. An adapter counts as its base.
+    """
     if kind := known(model):
-        config = STATED.get(pinned(source_of(model))[0], {})
-    else:
-        config = checkpoint_config(model, SMALL)[0]
-        kind = "tiny" if is_tiny(model) else architecture(config)
+        return kind, STATED.get(kind, {})
+    config = checkpoint_config(model, SMALL)[0]
+    size = sum(value.numel() for value in build_model(config).parameters())
+    return "tiny" if size < TINY_SIZE else architecture(config), config
+
+
+def is_tiny(model):
+    """model: as --model -> whether it is a shipped tiny model, or one of fewer than TINY_SIZE
+    parameters
+    """
+    return kind_of(model)[0] == "tiny"
+
+
+def sampling_facts(model):
+    """model: as --model -> {field: value} of its sampling"""
+    kind, config = kind_of(model)
     return {"denoising_steps": config.get("block_size", 4)} | SAMPLING[kind]
 
 
@@ -105,7 +107,7 @@ def checkpoint_config(name_or_dir, patterns=FILES):
         base, revision = config.get("base_model_name_or_path"), config.get("revision")
         source = source_of(f"{base}@{revision}" if revision else f"{base}")
     directory = resolve(source, SMALL)
-    config = STATED.get(pinned(source)[0], {}) | read_json(directory / "config.json")
+    config = STATED.get(known(source), {}) | read_json(directory / "config.json")
     if config.get("model_type") not in AUTOREGRESSIVE and "a2d" in architecture(config):
         # dllm names the mask token in the tokenizer alone
         config = {"mask_token_id": mask_token_id(directory)} | config

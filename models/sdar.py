@@ -8,13 +8,11 @@ ones, so safetensors files need no table of names. The forward `hidden`, `grid`,
 """
 
 from dataclasses import dataclass
-from functools import partial
 
 from models.config import DecoderKeys, Objective
 from models.experts import SoftmaxMoE
 from models.language_model import BlockCausal
 from models.layers import MLP, Attention, Block
-from models.layers import RMSNorm as AnyRMSNorm
 
 
 @dataclass(frozen=True)
@@ -30,6 +28,7 @@ class Config(DecoderKeys):
     num_experts_per_tok: int = 0
     moe_intermediate_size: int = 0
 
+    round_first = False  # as in the fused kernel of the official code
     no_effect = (
         "debug ep_size fuse_cross_entropy micro_forward output_router_logits "
         "router_aux_loss_coef skip_checkpoint"
@@ -50,16 +49,11 @@ class MixtureConfig(Config):
     needed = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob")
 
 
-# Rounded once, as in the fused kernel of the official code.
-RMSNorm = partial(AnyRMSNorm, round_first=False)
-
-
 class SDAR(BlockCausal):
     """The language model. Callers use `hidden`, `logits` and `logps`."""
 
     turn_end = "<|im_end|>"  # ends an answer
     objective = Objective(tail="block", t_min=0, weight="1/n")  # SDAR, training/
-    norm = staticmethod(RMSNorm)
 
     def block(self, layer):
         config = self.config
@@ -67,4 +61,4 @@ class SDAR(BlockCausal):
             mlp = SoftmaxMoE(config, config.moe_intermediate_size)
         else:
             mlp = MLP(config.hidden_size, config.intermediate_size)
-        return Block(config, Attention(config, layer, norm=RMSNorm), mlp, RMSNorm)
+        return Block(config, Attention(config, layer, norm=True), mlp)

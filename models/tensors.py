@@ -140,9 +140,8 @@ def fitting_weights(model, directory):
     opened = map(open_tensors, directory.glob("model*.safetensors"))
     files = {name: file for file in opened for name in file.keys()}
     found, needed = {}, tensor_shapes(model)
-    copies = ["inv_freq"] + ["lm_head.weight"] * model.config.tie_word_embeddings
     for name, file in files.items():
-        if name.endswith((*copies,)):
+        if name not in needed and name.endswith(("inv_freq", "lm_head.weight")):
             continue
         view = file.get_slice(name)
         is_float = view.get_dtype() in ("F64", "F32", "F16", "BF16")

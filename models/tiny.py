@@ -11,12 +11,9 @@ from models.tensors import build_model, local_rows, materialize
 HERE = Path(__file__).resolve().parent
 # tiny-sdar and tiny-llada are trained; the others have no weights, these are drawn
 TINY_CONFIGS = {
-    name: json.loads((HERE / name / "config.json").read_text())
-    for name in "tiny-sdar tiny-llada tiny-dream tiny-llada-moe tiny-sdar-moe tiny-llada2".split()
+    file.parent.name: json.loads(file.read_text())
+    for file in sorted(HERE.glob("tiny-*/config.json"))
 }
-TINY_SDAR, TINY_LLADA, TINY_DREAM, TINY_LLADA_MOE, TINY_SDAR_MOE, TINY_LLADA2 = (
-    TINY_CONFIGS.values()
-)
 
 
 def byte_tokenizer():

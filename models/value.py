@@ -3,7 +3,6 @@
 from torch import nn
 
 from models.checkpoint import load_weights
-from models.lora import has_lora
 
 
 def load_value_model(model, device, optimizer, shard, *how):
@@ -14,8 +13,7 @@ def load_value_model(model, device, optimizer, shard, *how):
     at 0. -> model, its own optimizer
     """
     # the head of the vocabulary gets no gradient, unless it is the embedding too
-    is_tied = model.lm_head.weight is model.get_submodule(model.embedding).weight
-    model.lm_head.requires_grad_(is_tied and not has_lora(model))
+    model.lm_head.requires_grad_(model.config.tie_word_embeddings and not model.lora_config)
     model.value_head = nn.Linear(model.lm_head.in_features, 1, bias=False, device="meta")
     model = load_weights(shard(model, *how), device)
     (settings,) = optimizer.param_groups

@@ -3,7 +3,7 @@
 
 from pathlib import Path
 
-from models import add_lora, export_adapter, export_weights, has_lora, load_weights, meta_model
+from models import add_lora, export_adapter, export_weights, load_weights, meta_model
 from models.tensors import frozen_dtype, full_tensor, materialize
 from rollout.autoregressive import autoregressive_engine
 from rollout.block import BlockEngine
@@ -71,7 +71,7 @@ def sync_engine(engine, model, whole=False):
     With `whole` the engine takes the frozen tensors themselves, if this rank holds them whole and
     in the engine's dtype; nobody writes to them.
     """
-    if whole and has_lora(engine.model):
+    if whole and engine.model.lora_config:
         engine.release()  # CUDA graphs hold addresses
         own = engine.model.state_dict(keep_vars=True)
         for name, value in model.state_dict().items():
@@ -81,5 +81,5 @@ def sync_engine(engine, model, whole=False):
             else:
                 mine.data = value.to(mine)
     else:
-        exported = export_adapter(model) if has_lora(engine.model) else export_weights(model)
+        exported = export_adapter(model) if engine.model.lora_config else export_weights(model)
         engine.load_weights(exported)

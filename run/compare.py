@@ -46,8 +46,7 @@ def read_runs(folders):
         rows = pd.DataFrame(read_rows(folder), dtype=float)
         if {*TRAINED} <= {*rows}:
             runs.append(with_units(rows))
-            script = {"script": Path(config["script"]).stem, "code": config.get("code")}
-            told.append(script | config["args"])
+            told.append({"script": config["script"], "code": config.get("code")} | config["args"])
         else:
             print(f"left out, as metrics.jsonl has no whole training step: {folder}")
     if not runs:

@@ -19,8 +19,9 @@ class Run:
         self.start = from_first_rank(lambda: newest_step(args.resume, args))
         self.log = RunLog(script, args, task, self.start)
         scores = self.log.history(f"eval/{task}")
-        pair = model, optimizer
-        self.saves = Saves(self.log.run_dir, *pair, problems.tokenizer, args, scores, self.start)
+        self.saves = Saves(
+            self.log.run_dir, model, optimizer, problems.tokenizer, args, scores, self.start
+        )
         check_items(problems.train, self.log.run_dir / "config.json")
         self.stop, self.args, self.problems = Stop(getattr(args, "dead_steps", 0)), args, problems
         self.say = self.log.say
@@ -30,7 +31,7 @@ class Run:
     def write(self, step, metrics):
         """Log a row; with a test score also some of the answers. Warn of what a check found."""
         if "error/test" in metrics:
-            self.log.samples(step, self.problems.answers, "heldout.jsonl")
+            self.log.append("heldout.jsonl", step, self.problems.answers)
         if metrics.keys() & {"error/test", "probe/distinct_frac"}:
             warn(metrics)
         self.log.write(step, metrics)
@@ -80,7 +81,7 @@ class Run:
             metrics["speed/tokens_per_s"] = batch.num_tokens / self.clock["time/rollout"]
             self.drawn, n = trace.draw(0, tokenizer), trace.settings["num_samples"]
             facts = range(n), [tokenizer] * n, batch.rewards, batch.examples
-            self.log.samples(step, map(trace.describe, *facts))
+            self.log.append("samples.jsonl", step, map(trace.describe, *facts))
         self.write(step, metrics | self.clock | machine_metrics())
         self.stopped = self.stop.is_set(advantages, metrics)
         self.saves.after_step(step, metrics, self.stopped)

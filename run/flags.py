@@ -1,6 +1,5 @@
 """Flags of a run: those that every script has, the command line, and --resume."""
 
-import argparse
 import inspect
 import json
 import math
@@ -8,7 +7,6 @@ import os
 import re
 import shlex
 import sys
-from collections import ChainMap
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args, get_type_hints
@@ -24,6 +22,28 @@ CHANGEABLE = ("max_steps", "track", "resume", "dead_steps", "plan", "reward_erro
 CHANGEABLE += ("micro_batch_size", "sequence_parallel", "activation_checkpointing")  # other GPUs
 MAX = (1 << 31) - 1  # of numbers: a seed times 2^32 has 63 bits
 EPS = 1e-6  # an open end of a range
+HELP = "-h", "--help"
+# lowest value of a field, or lowest and highest; a script's own come before them. Others: 0, MAX
+RANGES = {
+    "max_steps": 1,
+    "gen_length": 1,
+    "denoising_steps": 1,
+    "sequence_parallel": 1,
+    "lora_alpha": 1,
+    "max_grad_norm": (EPS, math.inf),
+    "betas": (0, 1 - EPS),
+    "mc_num": 1,
+    "batch_size": 1,
+    "max_length": 1,
+    "prompts_per_step": 1,
+    "num_iterations": 1,
+    "num_generations": 2,  # a group of one completion has nothing to compare it with
+    "temperature": EPS,  # at 0 all completions of a group are the same
+    "confidence_threshold": (0, 1),
+    "epsilon": (0, math.inf),
+    "ref_mixup": (0, 1),
+    "reward_errors": (-MAX, MAX),
+}
 # of a field in the source: a title above it; its name and what it is
 FIELD = re.compile(r'^    (?:# (.+?)\n|(\w+): .*?"""(.*?)""")', re.M | re.S)
 
@@ -103,24 +123,49 @@ class RunFlags:
     """mirror the log to wandb"""
 
     chosen = {}  # by the command line: flags with other values than the model gets
-    # lowest value of a field, or lowest and highest; a script adds those of its own. Others: 0, MAX
-    RANGES = {
-        "max_steps": 1,
-        "gen_length": 1,
-        "denoising_steps": 1,
-        "sequence_parallel": 1,
-        "lora_alpha": 1,
-        "max_grad_norm": (EPS, math.inf),
-        "betas": (0, 1 - EPS),
-        "mc_num": 1,
-        "batch_size": 1,
-        "max_length": 1,
-    }
+    RANGES = {}  # of a script's own fields
 
     @classmethod
     def parse(cls, by_size):
-        """-> the flags of the command line, see `command_line`"""
-        return command_line(cls, by_size)
+        """The flags of a script as its dataclass; by_size: see `values_for`.
+
+        What a model sets, or with --resume DIR that run had, stands in front of the flags given.
+        SystemExit if a resumed run would get another value than it had, but for CHANGEABLE; if a
+        number is outside of its range. Files and folders get their whole path.
+        """
+        import tyro
+
+        given = [*map(whole_path, sys.argv[1:])]
+        words = [word for word in given if word not in HELP]
+        # the values of others depend on these
+        asked, unknown = tyro.cli(cls, args=words, return_unknown_args=True)
+        if unknown:
+            raise SystemExit(f"{unknown[0]}: no such flag; try {meant(unknown[0], cls)}")
+        found = values_for(asked, by_size)
+        if words != given:
+            print_help(asked, found)
+            raise SystemExit(0)
+        if asked.resume:
+            first = saved_flags(Path(asked.resume))
+        else:
+            first = {name: value for name, (value, _) in found.items()}
+        args = tyro.cli(cls, args=[*flags_of(first), *words])
+        check_numbers(args)
+        before, now = json.loads(json.dumps([vars(cls()) | first, vars(args)]))
+        cls.chosen = {name: now[name] for name in now if now[name] != before[name]}
+        if asked.resume and (changed := cls.chosen.keys() - CHANGEABLE):
+            name = min(changed)
+            flag, had = name.replace("_", "-"), before[name]
+            raise SystemExit(f"--resume: the run had --{flag} {had}, now it is {now[name]}")
+        if args.plan:
+            from run.plan import pretend
+
+            pretend(args.plan)
+        elif os.environ.get("RANK", "0") == "0":
+            where = {"resume": args.resume} if args.resume else {}
+            chosen = flags_of({"model": args.model} | cls.chosen | where)
+            print(f"settings: {shlex.join([sys.argv[0], *chosen])}", file=sys.stderr)
+        return args
 
     def num_draws(self, replays):
         """Noisy copies of a sequence in a step: --mc-num, or else one. Where denoising steps are
@@ -183,91 +228,30 @@ class RolloutFlags(RunFlags):
     lora_merged_rollout: bool = False
     """merge the adapters into the sampler's bf16 weights (loses small updates)"""
 
-    RANGES = {
-        "prompts_per_step": 1,
-        "num_iterations": 1,
-        "num_generations": 2,  # a group of one completion has nothing to compare it with
-        "temperature": EPS,  # at 0 all completions of a group are the same
-        "confidence_threshold": (0, 1),
-        "epsilon": (0, math.inf),
-        "ref_mixup": (0, 1),
-        "reward_errors": (-MAX, MAX),
-    }
 
-    @classmethod
-    def parse(cls, by_size):
-        args = super().parse(by_size)
-        if args.rollout_backend == "lmdeploy" and args.lora_rank and not args.lora_merged_rollout:
-            needed = "needs merged weights: add --lora-merged-rollout"
-            raise SystemExit(f"--rollout-backend lmdeploy {needed}")
-        return args
+def values_for(asked, by_size):
+    """-> {field: (value, where from)} that a run takes instead of the script's own values
 
-
-def values_for(arguments, by_size, model, task=None, lora_rank=None):
-    """-> {field: (value, where from)} that a run takes instead of the defaults in `arguments`
-
-    by_size: of the script, {"tiny" | "full" | "bidirectional": {field: value}}; "tiny": a shipped
-    model or one of under 10 million parameters; "full": others without LoRA; "bidirectional": in
-    addition, those of that attention. task, lora_rank: as given; None: not given.
+    asked: flags with these. by_size: of the script, {"tiny" | "full" | "bidirectional": {field:
+    value}}; "tiny": a shipped model or one of under 10 million parameters; "full": others without
+    LoRA; "bidirectional": in addition, those of that attention.
     """
-    facts, tiny = sampling_facts(model), is_tiny(model)
-    values, kinds = {}, get_type_hints(arguments)
-    full = (arguments.lora_rank if lora_rank is None else lora_rank) == 0
-    if not tiny and (task or arguments.task) in WORDED:
-        values["data"] = WORDED[task or arguments.task], "the task's problems with words"
+    facts, tiny = sampling_facts(asked.model), is_tiny(asked.model)
+    values, kinds = {}, get_type_hints(type(asked))
+    if not tiny and asked.task in WORDED:
+        values["data"] = WORDED[asked.task], "the task's problems with words"
     for name, value in facts.items():
         if name in kinds and value in (get_args(kinds[name]) or [value]):
             values[name] = value, "models/names.py"
-    masked = facts.get("cache", "none") != "none"
-    applies = {"tiny": tiny, "full": not tiny and full, "bidirectional": not tiny and masked}
+    applies = {
+        "tiny": tiny,
+        "full": not (tiny or asked.lora_rank),
+        "bidirectional": "cache" in facts,  # of no tiny model
+    }
     for size in filter(applies.get, applies):
         of_size = by_size.get(size, {}).items()
         values |= {name: (value, f"BY_SIZE[{size!r}]") for name, value in of_size}
     return values
-
-
-def command_line(arguments, by_size):
-    """The flags of a script as its dataclass `arguments`; by_size: see `values_for`.
-
-    What a model sets, or with --resume DIR that run had, stands in front of the flags given.
-    SystemExit if a resumed run would get another value than it had, but for CHANGEABLE; if a number
-    is outside of its range. Files and folders get their whole path.
-    """
-    import tyro
-
-    # before tyro reads the rest: what the values of others depend on
-    asked = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    asked.add_argument("--model", default=arguments.model)
-    asked.add_argument("--task")
-    asked.add_argument("--lora-rank", "--lora_rank", type=int)
-    asked.add_argument("--resume")
-    asked, _ = asked.parse_known_args()
-    had = saved_flags(Path(asked.resume)) if asked.resume else {}
-    found = values_for(arguments, by_size, asked.model, asked.task, asked.lora_rank)
-    if {"-h", "--help"} & {*sys.argv}:
-        print_help(arguments, found | {"model": (asked.model, "")})
-        raise SystemExit(0)
-    first = had or {name: value for name, (value, _) in found.items()}
-    words = [*flags_of(first), *map(whole_path, sys.argv[1:])]
-    args, unknown = tyro.cli(arguments, args=words, return_unknown_args=True)
-    if unknown:
-        raise SystemExit(f"{unknown[0]}: no such flag; try {meant(unknown[0], arguments)}")
-    check_numbers(args)
-    of_model, now = json.loads(json.dumps([vars(arguments()) | first, vars(args)]))
-    arguments.chosen = {name: now[name] for name in now if now[name] != of_model[name]}
-    for name in had.keys() - CHANGEABLE:
-        if now[name] != had[name]:
-            flag = name.replace("_", "-")
-            raise SystemExit(f"--resume: the run had --{flag} {had[name]}, now it is {now[name]}")
-    if args.plan:
-        from run.plan import pretend
-
-        pretend(args.plan)
-    elif os.environ.get("RANK", "0") == "0":
-        where = {"resume": args.resume} if args.resume else {}
-        chosen = flags_of({"model": args.model} | arguments.chosen | where)
-        print(f"settings: {shlex.join([sys.argv[0], *chosen])}", file=sys.stderr)
-    return args
 
 
 def saved_flags(directory):
@@ -316,16 +300,16 @@ def meant(flag, arguments):
     return " or ".join(scores[max(scores)][:3])
 
 
-def print_help(arguments, found):
+def print_help(asked, found):
     """--help: flags in groups, whose titles are comments in the source of their dataclass, with the
-    values of a run, and where those come from that the script does not set.
+    values of a run, and where those come from that the script does not set. found: `values_for`
     """
     print(
         "Values of the run as flags; in brackets, where those are from that the script does not set"
     )
-    kinds, last = get_type_hints(arguments), ""
-    for name, (title, about) in described(arguments).items():
-        value, source = found.get(name, (getattr(arguments, name), ""))
+    kinds, last = get_type_hints(type(asked)), ""
+    for name, (title, about) in described(type(asked)).items():
+        value, source = found.get(name, (getattr(asked, name), ""))
         if title != last:
             print(f"\n{title}:")
         last, options = title, get_args(kinds[name])
@@ -336,8 +320,8 @@ def print_help(arguments, found):
 
 
 def check_numbers(args):
-    """-> args; SystemExit names the first number outside of its range."""
-    ranges = ChainMap(*(vars(kind).get("RANGES", {}) for kind in type(args).__mro__))
+    """SystemExit names the first number outside of its range."""
+    ranges = RANGES | args.RANGES
     for name, value in vars(args).items():
         bounds = ranges.get(name, (0, 1) if name.startswith("p_") else 0)  # p_: a probability
         low, high = bounds if isinstance(bounds, tuple) else (bounds, MAX)
@@ -345,4 +329,3 @@ def check_numbers(args):
         if not all(low <= one <= high for one in values if type(one) in (int, float)):
             flag = " ".join(flags_of({name: value}))
             raise SystemExit(f"{flag} must be from {low:.12g} to {high:.12g}")
-    return args

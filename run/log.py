@@ -91,7 +91,7 @@ class RunLog:
                 truncate_rows(self.run_dir / file, step)
             now, config = config, read_json(path)
             config["args"] = now["args"]
-            config.setdefault("chosen", {}).update(now["chosen"])
+            config["chosen"] |= now["chosen"]
             config.setdefault("resumed", {})[str(step)] = now["command"]
         else:
             hold(self.run_dir)
@@ -113,7 +113,7 @@ class RunLog:
             return
         row = {key: float(value) for key, value in metrics.items()}
         finite = {key: value if math.isfinite(value) else None for key, value in row.items()}
-        self.append("metrics.jsonl", [{"step": step} | finite])
+        self.append("metrics.jsonl", step, [finite])
         if shown := summary(row):
             place = f"step {step:{len(str(self.max_steps))}}/{self.max_steps}"
             self.say("  ".join([place, *shown]))
@@ -124,16 +124,15 @@ class RunLog:
             self.plot()
             self.next_plot = time.perf_counter() + 60
 
-    def samples(self, step, rows, name="samples.jsonl"):
-        """Append rows (dicts: prompt, completion, reward, step map ...) to a file."""
-        if self.is_writer:
-            self.append(name, [{"step": step} | row for row in rows])
-
-    def append(self, name, rows):
+    def append(self, name, step, rows):
+        """Append rows (dicts) of a step to a .jsonl file."""
+        if not self.is_writer:
+            return
         path = self.run_dir / name
         with writing(path), open(path, "a", encoding="utf-8") as file:
             for row in rows:
-                file.write(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n")
+                line = json.dumps({"step": step} | row, ensure_ascii=False, allow_nan=False)
+                file.write(line + "\n")
 
     def history(self, *keys):
         """[(step, value, ...)] of the rows so far that have the first key, on every rank.
@@ -194,11 +193,11 @@ def follow(run_dir, config):
     import wandb
 
     kept = run_dir / "wandb-id"
-    ours = {"WANDB_PROJECT": "cleandllm", "WANDB_NAME": run_dir.name, "WANDB_DIR": run_dir}
+    ours = {"WANDB_PROJECT": "cleandllm", "WANDB_NAME": run_dir.name, "WANDB_DIR": str(run_dir)}
+    os.environ |= ours | os.environ  # the user's own variables stay
     known = kept.read_text() if kept.exists() else None
-    how = {name[6:].lower(): ours[name] for name in ours if name not in os.environ}
     try:
-        run = wandb.init(config=config, id=known, resume="allow", **how)
+        run = wandb.init(config=config, id=known, resume="allow")
     except wandb.Error as error:
         raise SystemExit(f"--track: {error} (or set WANDB_MODE=offline)") from error
     # wandb's own counter would drop the steps that a killed run repeats
@@ -214,7 +213,7 @@ class Stop:
     DEAD_STATUS for a dead run
     """
 
-    def __init__(self, dead_steps=0):
+    def __init__(self, dead_steps):
         """dead_steps: so many steps in a row without an advantage end the run; 0: they do not."""
         self.received, self.dead_steps, self.dead = 0.0, dead_steps, 0
         self.reason, self.status = "stopped by a signal", 0
@@ -228,7 +227,7 @@ class Stop:
         os.write(2, b"stopping after this step; a second signal aborts it\n")
         self.received = time.monotonic()
 
-    def is_set(self, advantages=None, metrics=None):
+    def is_set(self, advantages, metrics):
         """On any rank. advantages: of this rank's completions; metrics: with those of the rollout,
         which say after DEAD_STEPS dead steps why. Collective.
         """
@@ -288,7 +287,7 @@ def describe_run(script, args):
         "torch": torch.__version__,
         "python": platform.python_version(),
         "device": describe_device(),
-        "world_size": dist.get_world_size() if dist.is_initialized() else 1,
+        "world_size": dist.get_world_size(),
         "started": datetime.now().astimezone().isoformat(timespec="seconds"),
     }
 

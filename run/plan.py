@@ -341,7 +341,7 @@ def pretend(gpus):
 
     plain = lambda name: re.sub("[ -]", "", name.lower())  # 2 x A100-40, 1xRTX4090
     spelled = {plain(name): name for name in GPUS}
-    found = re.fullmatch(f"([1-8])x({'|'.join(spelled)}|[0-9]+)", plain(gpus))
+    found = re.fullmatch(f"([1-8])x({'|'.join(spelled)}|[0-9]{{1,3}})", plain(gpus))
     if not found:
         raise SystemExit(f"--plan {gpus}: use 1x24 to 8x24 (GB), or 1x one of {', '.join(GPUS)}")
     ranks, gpu = found[1], spelled.get(found[2], found[2])

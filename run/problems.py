@@ -99,8 +99,9 @@ class HeldOut:
             return compared
         if model:
             sync_engine(engine, model)
-        how = self.task, self.tokenizer, problems, name
-        metrics, self.answers = mean_score(engine, *how, **self.sampling)
+        metrics, self.answers = mean_score(
+            engine, self.task, self.tokenizer, problems, name, **self.sampling
+        )
         return metrics | compared
 
     def validate(self, engine, model):
@@ -119,7 +120,11 @@ class Problems(HeldOut):
         """records: what the sampler must keep; together, uses_old: see run/plan.py"""
         self.per_step = args.prompts_per_step
         self.mine = rank_share(args.prompts_per_step, "--prompts-per-step")
-        counts_forwards = args.remasking in ADAPTIVE and args.rollout_backend != "lmdeploy"
+        is_lmdeploy = args.rollout_backend == "lmdeploy"
+        if is_lmdeploy and args.lora_rank and not args.lora_merged_rollout:
+            needed = "needs merged weights: add --lora-merged-rollout"
+            raise SystemExit(f"--rollout-backend lmdeploy {needed}")
+        counts_forwards = args.remasking in ADAPTIVE and not is_lmdeploy
         if "tokens_per_forward" in reward_names(args.reward) and not counts_forwards:
             needed = "--remasking low_confidence_dynamic, and a --rollout-backend of ours"
             raise SystemExit(f"--reward tokens_per_forward needs {needed}: others have one rate")
@@ -129,8 +134,9 @@ class Problems(HeldOut):
         self.stream = ShuffledStream(self.train, args.seed)
         prompts = [ids for problems in self.splits.values() for _, ids in problems]
         lengths = [(len(ids), args.gen_length) for ids in prompts]
-        fitting = fit(model, args, lengths, self.splits, together, uses_old)
-        args.micro_batch_size, self.at_once = fitting
+        args.micro_batch_size, self.at_once = fit(
+            model, args, lengths, self.splits, together, uses_old
+        )
         self.facts = f"{len(self.train)} training problems; {self.facts}"
         self.rollout = dict(self.sampling)
         self.sampling |= {"temperature": args.eval_temperature, "seed": -1 - args.seed}
@@ -139,11 +145,11 @@ class Problems(HeldOut):
         """-> the sampler; with LoRA it gets adapters of its own, unless they are merged"""
         args, request = self.args, (self.records, self.rollout)
         lora = args.lora if args.lora_rank and not args.lora_merged_rollout else ()
-        how = args.rollout_backend, device, None, self.at_once, request, lora
-        engine = make_engine(args.model, *how)
-        self.facts += f"; rollouts: {engine.validate(self.records, **self.rollout)}"
-        self.engine = engine
-        return engine
+        self.engine = make_engine(
+            args.model, args.rollout_backend, device, None, self.at_once, request, lora
+        )
+        self.facts += f"; rollouts: {self.engine.validate(self.records, **self.rollout)}"
+        return self.engine
 
     def request(self, step, G):
         """-> arguments of engine.generate for G completions of each of this rank's prompts"""

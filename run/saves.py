@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 
 from distributed.disk import hold, is_first_rank, whole_directory, writing
 from models import save_model, source_of
-from models.lora import has_lora, save_adapter
+from models.lora import save_adapter
 from run.flags import CHANGEABLE
 
 # Frozen parameters (the base under adapters) come from the model that the run started from.
@@ -32,7 +32,7 @@ class Saves:
     resume/step-000050         the state that `include` reads
     """
 
-    def __init__(self, run_dir, model, optimizer, tokenizer, args, scores=(), step=0):
+    def __init__(self, run_dir, model, optimizer, tokenizer, args, scores, step):
         """args: RunFlags. scores: [(step, validation score)] so far. step: see `include`"""
         self.checkpoints, self.resume = Path(run_dir) / "checkpoints", Path(run_dir) / "resume"
         self.model, self.tokenizer, self.args = model, tokenizer, args
@@ -66,7 +66,7 @@ class Saves:
         is_due = stopped or (every and step % every == 0)
         if is_due or step in (self.best, self.args.max_steps):
             self.newest = self.checkpoints / f"step-{step:06d}"
-            if has_lora(self.model):
+            if self.model.lora_config:
                 save_adapter(self.model, self.newest, source_of(self.args.model), self.tokenizer)
             else:
                 save_model(self.model, self.newest, self.tokenizer)
@@ -123,9 +123,12 @@ class Trained:
         return {"model": parameters, "optimizer": moments}
 
     def load_state_dict(self, state):
-        parameters, moments = state["model"], state["optimizer"]
-        filled = {"model_state_dict": parameters, "optim_state_dict": moments}
-        set_state_dict(*self.pair, **filled, options=OPTIONS)
+        set_state_dict(
+            *self.pair,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optimizer"],
+            options=OPTIONS,
+        )
 
 
 def sizes(state):
@@ -170,7 +173,7 @@ def newest_step(run_dir, args):
     for step, state in reversed(saves_in(folders[0])):
         if facts := facts_of(state):
             now = about(args)
-            for name, had in facts.get("about", {}).items():
+            for name, had in facts["about"].items():
                 if name not in CHANGEABLE and now.get(name) != had:
                     print(f"--resume: {name} was {had!r}, now {now.get(name)!r}", file=sys.stderr)
             delete(path for folder in folders for at, path in saves_in(folder) if at > step)

@@ -12,10 +12,13 @@ from unittest import mock
 
 import torch
 
-from models.tiny import TINY_DREAM, TINY_LLADA, TINY_LLADA2, TINY_SDAR, random_model
+from models.tiny import TINY_CONFIGS, random_model
 from rollout import make_engine
 from rollout.rows import Batch, Rows
 
+TINY_SDAR, TINY_LLADA, TINY_DREAM, TINY_LLADA_MOE, TINY_SDAR_MOE, TINY_LLADA2 = (
+    TINY_CONFIGS[f"tiny-{name}"] for name in "sdar llada dream llada-moe sdar-moe llada2".split()
+)
 MASK, EOS = 6, 5
 TOKENS = {"vocab_size": 8, "mask_token_id": MASK, "eos_token_id": EOS, "pad_token_id": EOS}
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}

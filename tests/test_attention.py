@@ -39,7 +39,6 @@ def test_packed_backends_give_the_values_and_gradients_of_sdpa(monkeypatch, fami
     package.flash_attn_varlen_func = by_rows
     monkeypatch.setitem(sys.modules, "flash_attn", package)
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", by_rows)
-    monkeypatch.setattr(attention, "refusal", lambda *_: None)
     model, rows = small(family), ragged([14, 3, 9] if side else [14] * 3, side or "left")
     for documents in None, torch.arange(14).expand(3, 14) // 5:
         seen = []
@@ -58,7 +57,8 @@ def test_where_cudnn_computes(monkeypatch, S, padding, trusted):
     valid[:, :padding] = False
     how = lambda kernels, **_: seen.extend(kernels) or ExitStack()
     monkeypatch.setattr(attention, "sdpa_kernel", how)
-    attention.sdpa(attention.bidirectional(valid))(*torch.ones(3, 1, 1, S, 1))
+    visibility = small("llada").visibility(torch.zeros(1, S).long(), valid)
+    attention.sdpa(visibility)(*torch.ones(3, 1, 1, S, 1))
     assert (attention.kind.CUDNN_ATTENTION in seen) == trusted and seen[-1] == attention.kind.MATH
 
 
@@ -96,7 +96,6 @@ def test_blocks_compile_once_for_all_sizes(monkeypatch, compiler, backend):
         on_cuda.setattr(torch.nn.Module, "compile", compile_block)
         set_speed(model, backend, False, True)
     monkeypatch.setattr(flex_module, "_validate_device", lambda *_: None)  # gradients on a CPU
-    monkeypatch.setattr(attention, "refusal", lambda *_: None)
     kernel = partial(torch.compile, dynamic=True, backend="aot_eager")
     parts = kernel(attention.flex_attention), kernel(attention.create_block_mask)
     monkeypatch.setattr(attention, "compiled_flex", lambda: parts)

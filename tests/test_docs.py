@@ -20,7 +20,7 @@ from models.names import MODELS
 from rollout import make_engine
 from rollout.rows import Batch
 from run import plan, problems
-from run.flags import check_numbers
+from run.flags import RunFlags, check_numbers
 from run.problems import sampling_of
 
 ROOT = Path(__file__).parents[1]
@@ -89,7 +89,9 @@ def test_commands_parse(page):
         if not hasattr(module, "Args"):
             tyro.extras.get_parser(module.main).parse_args(words)
             continue
-        args = check_numbers(tyro.cli(module.Args, args=words))
+        args = tyro.cli(module.Args, args=words)
+        if isinstance(args, RunFlags):
+            check_numbers(args)
         tasks = getattr(args, "tasks", "") or getattr(args, "task", "")
         assert {task for task in tasks.split(",") if "." not in task} <= TASKS | {""}
         model = getattr(args, "model", "")

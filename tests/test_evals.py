@@ -320,7 +320,7 @@ def test_worked_examples_of_gpqa(tmp_path):
     orders = ["".join(text.replace("w", "") for text in e["options"]) for e in examples]
     assert orders == "2r13 r132 r213 1r32 2r31 312r".split(), "drawn with seed 0"
     assert "".join(example["gold"] for example in examples) == "BAABBD"
-    assert {example["shots"] for example in examples} == {text}
+    assert {example["worked"] for example in examples} == {text}
     assert [example["gold"] for example in gpqa.load("test", path)[:2]] == ["D", "C"]
     for other in f"{ROOT}/tests/size.py", f"{tmp_path}/no.py":
         assert "no five_shot_prompt" in one_line(gpqa.load, "test", f"{path}@{other}")

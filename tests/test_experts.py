@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch._dynamo.testing
 import torch.nn.functional as F
+from oracles import TINY_SDAR_MOE
 
 from models.experts import (
     Experts,
@@ -15,7 +16,7 @@ from models.experts import (
     experts_loop,
     router_metrics,
 )
-from models.tiny import TINY_SDAR_MOE, random_model
+from models.tiny import random_model
 
 # leading sizes, experts, D, f, k, experts in use
 SIZES = [

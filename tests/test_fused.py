@@ -8,6 +8,7 @@ import math
 import os
 from functools import partial
 from importlib.util import find_spec
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -58,7 +59,7 @@ def close(got, want):
 
 
 def norm_of(size, dtype, round_first, seed=3):
-    norm = RMSNorm(size, 1e-6, round_first)
+    norm = RMSNorm(size, SimpleNamespace(rms_norm_eps=1e-6, round_first=round_first))
     norm.weight.data = 1 + draw(size, seed=seed, scale=0.3)
     return norm.to(DEVICE, dtype)
 

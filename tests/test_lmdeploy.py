@@ -15,12 +15,13 @@ from types import ModuleType, SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from oracles import TINY_SDAR
 from test_models import exits_with_one_line
 from transformers import PreTrainedTokenizerFast
 
 import rollout.lmdeploy as backend
 from models import export_weights, save_model
-from models.tiny import TINY_SDAR, byte_tokenizer, random_model
+from models.tiny import byte_tokenizer, random_model
 from rollout import make_engine
 from rollout.probe import greedy_agreement
 from rollout.sampling import keyed_uniform

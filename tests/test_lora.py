@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from oracles import TINY_SDAR
 from test_models import (
     MASK,
     SMALLS,
@@ -26,9 +27,9 @@ from models import (
     save_adapter,
     save_model,
 )
-from models.lora import adapter_tensors, has_lora
+from models.lora import adapter_tensors
 from models.tensors import tensor_names, tensor_shapes
-from models.tiny import TINY_SDAR, byte_tokenizer
+from models.tiny import byte_tokenizer
 
 RANK, ALPHA = 4, 10  # scale 2.5
 IDS = random_ids(3, 11, MASK)
@@ -91,7 +92,7 @@ def close(a, b, tolerance=1e-5):
 def test_fresh_adapters_change_nothing():
     """'B is 0: the model's outputs do not change yet'; adapters are in fp32 on a bf16 base too."""
     base, model = model_of(TINY_SDAR), add_lora(model_of(TINY_SDAR), RANK, ALPHA)
-    assert torch.equal(model.logits(IDS), base.logits(IDS)) and not has_lora(base)
+    assert torch.equal(model.logits(IDS), base.logits(IDS)) and not base.lora_config
     half = add_lora(model_of(TINY_SDAR, torch.bfloat16), RANK, ALPHA)
     for name, value in half.state_dict().items():
         assert value.dtype == (torch.float32 if "lora_" in name else torch.bfloat16)

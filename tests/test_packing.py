@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from oracles import EOS, RELEASED, gradient, relative, tiny_model, updated
+from oracles import EOS, RELEASED, TINY_SDAR, gradient, relative, tiny_model, updated
 
 from algos import sft
-from models.tiny import TINY_CONFIGS, TINY_SDAR, random_model
+from models.tiny import TINY_CONFIGS, random_model
 from rollout.sampling import keyed_uniform
 
 pytestmark = pytest.mark.usefixtures("one_rank")

@@ -15,7 +15,6 @@ from unittest.mock import patch
 
 import pytest
 import torch.distributed as dist
-import tyro
 from golden_runs import load_few_problems
 from sync_shared import ONLINE
 
@@ -116,7 +115,7 @@ REFUSALS = {
     "algos/d1.py --kl-coef 1": "--kl-coef: no such flag; try --beta",
     "algos/sft.py --mbs=1": "try --micro-batch-size",
     "algos/sft.py --foo": "try --help",
-    "algos/sft.py --plan 4xA100": "--plan 4xA100: use 1x24 to 8x24 (GB), or 1x one of A100-40, A10",
+    "algos/sft.py --plan 1x4090": "--plan 1x4090: use 1x24 to 8x24 (GB), or 1x one of A100-40, A10",
     # numbers
     **{f"algos/{name}.py --temperature 0": "--temperature 0.0 must be from" for name in ONLINE},
     "algos/bgpo.py --num-generations 1": "--num-generations 1 must be from 2 to 2147483647",
@@ -225,14 +224,12 @@ def test_what_reward_errors_counts(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("module", [d1, sft])
-def test_flags_are_parsed_once_and_help_lists_them_all(monkeypatch, capsys, module):
+def test_help_lists_all_flags(monkeypatch, capsys, module):
     """With the values of the --model asked for, which is not loaded."""
-    calls, cli = [], tyro.cli
-    monkeypatch.setattr(tyro, "cli", lambda *args, **how: calls.append(args) or cli(*args, **how))
     monkeypatch.setattr(checkpoint, "build_model", None)
     monkeypatch.setattr(sys, "argv", ["algos/x.py", "--model", "tiny-llada2"])
     args = module.Args.parse(module.BY_SIZE)
-    assert len(calls) == 1 and args.gen_length == 12
+    assert args.gen_length == 12
     monkeypatch.setattr(sys, "argv", ["algos/x.py", "--help", "--model", "sdar-8b"])
     with pytest.raises(SystemExit, match="^0$"):
         module.Args.parse(module.BY_SIZE)

@@ -17,7 +17,8 @@ def test_page(tmp_path):
     row = {"prompt": HOSTILE, "pieces": [*HOSTILE], "step_map": [1] * len(HOSTILE)}
     line = json.dumps(row | {"logps": [-0.1054] * len(HOSTILE), "completion_ids": [0]})
     # of an evaluation only some tell their denoising steps
-    (tmp_path / "samples.jsonl").write_text(f'{line}\n{{"prompt": ""}}\n' * 250 + line[:50])
+    lines = f"{line}\n" + '{"prompt": ""}\n' * 4
+    (tmp_path / "samples.jsonl").write_text(lines * 100 + line[:50])
     rows = (
         '{"step": 1, "loss/total": null, "time/step": 0.5}\n' * 3000
         + '{"step": 2, "test/x": 1.0}\n{"st'
@@ -34,12 +35,12 @@ def test_page(tmp_path):
     # as a browser reads it
     page = json.loads(seen[seen.index("script") + 1], parse_constant=pytest.fail)
     assert page["metrics"][-1]["test/x"] == 1 and len(page["metrics"]) < 302
-    assert page["samples"] == [row | {"percent": [90] * len(HOSTILE)}] * 84
+    assert page["samples"] == [row | {"percent": [90] * len(HOSTILE)}] * 100
     assert page["written"] == 500 and page["seconds"] == 1500
     assert page["heldout"] == page["samples"][:1]
     (tmp_path / "result.json").write_text('{"n": 250}')  # two answers each
     write_report(tmp_path)
-    assert (tmp_path / "report.html").read_text().count('"prompt":"') == 1 + 2 * 63
+    assert (tmp_path / "report.html").read_text().count('"prompt":"') == 1 + 2 * 84
 
 
 def test_differences_and_their_errors(tmp_path, monkeypatch, capsys):

@@ -39,7 +39,7 @@ def saves_of(directory, keep=0, scores=()):
     model = d1.parallelize(tiny_model().float(), ARGS)
     flags = RunFlags(save_every=2, keep_saves=keep, max_steps=9)
     pair = model, torch.optim.AdamW(model.parameters())
-    return Saves(directory, *pair, load_tokenizer("tiny-sdar"), flags, scores)
+    return Saves(directory, *pair, load_tokenizer("tiny-sdar"), flags, scores, 0)
 
 
 @pytest.fixture(autouse=True)
@@ -192,7 +192,7 @@ def log_of(step=0, **flags):
     return RunLog("algos/x.py", RolloutFlags(**flags), "t", step)
 
 
-def test_a_resumed_log_goes_on_after_the_step(tmp_path, capsys):
+def test_a_resumed_log_goes_on_after_the_step(tmp_path, capsys, one_rank):
     """Rows of later steps and a line that the kill cut are dropped, config.json gets the flags that
     changed, the table follows; no run is resumed to a step behind it. Missing rows are missed.
     """
@@ -200,7 +200,7 @@ def test_a_resumed_log_goes_on_after_the_step(tmp_path, capsys):
         log.write(0, {"loss/total": 2.0, "test/t": 0.5})
         for step in range(1, 7):
             log.write(step, {"loss/total": 1 / step})
-            log.samples(step, [{"completion": "a\u2028b\x85c\r\n漢字"}] * 2)
+            log.append("samples.jsonl", step, [{"completion": "a\u2028b\x85c\r\n漢字"}] * 2)
     directory, config = log.run_dir, (log.run_dir / "config.json").read_bytes()
     for name in ("metrics.jsonl", "samples.jsonl"):
         with open(directory / name, "ab") as file:

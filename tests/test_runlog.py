@@ -3,6 +3,7 @@
 import csv
 import json
 import math
+import os
 import sys
 import zlib
 from dataclasses import replace
@@ -26,7 +27,7 @@ SCORE = {"eval/countdown": 0.41}
 
 
 @pytest.fixture
-def new_log(tmp_path):
+def new_log(tmp_path, one_rank):
     """new_log(**options) -> a log, closed at the end of the test"""
     logs = []
 
@@ -79,7 +80,7 @@ def test_files_of_a_run(new_log, tmp_path, capsys):
     log.close()  # a second one changes nothing
 
 
-def test_the_first_line_tells_what_differs_from_the_values_of_the_model(tmp_path, capsys):
+def test_the_first_line_tells_what_differs_from_the_values(tmp_path, capsys, one_rank):
     words = "--mc-num 4 --betas 0.9 0.99 --learning-rate 1e-3 --out"
     args = parsed("bgpo", *words.split(), tmp_path)
     first = f"settings: algos/bgpo.py --model tiny-sdar --out {tmp_path} --learning-rate 0.001\n"
@@ -95,7 +96,7 @@ def test_a_full_disk_ends_the_run_with_one_line(new_log, file):
     log = new_log()
     (log.run_dir / file).symlink_to("/dev/full")
     with pytest.raises(SystemExit, match=f"could not write {log.run_dir}.*No space left"):
-        log.samples(1, [{"completion": ""}])
+        log.append("samples.jsonl", 1, [{"completion": ""}])
         log.write(1, SCORE)
         write_atomically(log.run_dir / "x", "text")
     if file == "metrics.csv":  # others cannot be read
@@ -124,7 +125,7 @@ def test_a_score_redraws_the_figure_at_most_once_a_minute(new_log, monkeypatch, 
 
 def test_wandb_has_rows_page_and_settings_and_a_resumed_run_goes_on(new_log, monkeypatch):
     wandb = MagicMock()
-    monkeypatch.setenv("WANDB_PROJECT", "mine")
+    monkeypatch.setattr(os, "environ", os.environ | {"WANDB_PROJECT": "mine"})
     wandb.init.return_value.id = "x1"
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     log = new_log(track=True)
@@ -135,7 +136,8 @@ def test_wandb_has_rows_page_and_settings_and_a_resumed_run_goes_on(new_log, mon
     log.wandb_run.save.assert_called_once_with(log.run_dir / "report.html", log.run_dir, "now")
     new_log(track=True, resume=str(log.run_dir), step=1)
     first, second = (made.kwargs for made in wandb.init.call_args_list)
-    assert "project" not in first and first["name"] == log.run_dir.name
+    assert os.environ["WANDB_PROJECT"] == "mine"
+    assert os.environ["WANDB_NAME"] == log.run_dir.name
     assert first["config"]["task"] == ARGS.task and (first["id"], second["id"]) == (None, "x1")
 
 
@@ -161,7 +163,7 @@ def test_a_dead_run_says_why_and_ends(monkeypatch, capsys):
     monkeypatch.setattr(runlog, "all_reduce", reduced)
     metrics = dict.fromkeys(runlog.WHY_DEAD, 0.25)
     none, some = torch.zeros(4), torch.tensor([0.0, 1.0, -1.0, 0.0])
-    stop, endless = Stop(7), Stop()
+    stop, endless = Stop(7), Stop(0)
     ends = [stop.is_set(given, metrics) for given in [none] * 4 + [some] + [none] * 7]
     assert ends == [False] * 11 + [True] and stop.status == 3 and "for 7 steps" in stop.reason
     (warned,) = capsys.readouterr().err.splitlines()
@@ -176,4 +178,4 @@ def test_a_dead_run_says_why_and_ends(monkeypatch, capsys):
     stop.receive()
     assert stop.reason == 1
     others["received"] = True
-    assert endless.is_set() and endless.status == 0 and "signal" in endless.reason
+    assert endless.is_set(none, metrics) and endless.status == 0 and "signal" in endless.reason

@@ -19,19 +19,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from oracles import TINY_DREAM, TINY_LLADA, TINY_LLADA2, TINY_LLADA_MOE, TINY_SDAR, TINY_SDAR_MOE
 from test_models import CONFIGS
 from test_models import model_of as golden_model
 
 from models import add_lora, export_adapter, export_weights
-from models.tiny import (
-    TINY_DREAM,
-    TINY_LLADA,
-    TINY_LLADA2,
-    TINY_LLADA_MOE,
-    TINY_SDAR,
-    TINY_SDAR_MOE,
-    random_model,
-)
+from models.tiny import random_model
 from rollout import make_engine
 from rollout.engine import REMASKING, RULES, select, truncate
 from rollout.masked import ORDERED, MaskedEngine

@@ -318,8 +318,9 @@ def test_programs_end_with_a_killed_caller(walls, alone):
 
 def test_an_interrupt_ends_a_batch(tmp_path, alone):
     # SIGINT is ignored where a shell's background job runs this
-    caller = """
+    caller = f"""
 import signal
+sys.path.append({str(ROOT)!r})
 signal.signal(signal.SIGINT, signal.default_int_handler)
 jobs = [sandbox.Job('import time; time.sleep(600)', '', timeout=1.5)] * 50
 sandbox.os.sched_getaffinity = lambda _: range(2)

@@ -115,7 +115,7 @@ def test_the_printed_line_and_the_help_have_the_values_of_the_run(script, capsys
     with pytest.raises(SystemExit):
         parsed(script, "--help", "--model", "llada-8b")
     shown = capsys.readouterr().out
-    for name, (value, where) in values_for(module.Args, module.BY_SIZE, "llada-8b").items():
+    for name, (value, where) in values_for(module.Args("llada-8b"), module.BY_SIZE).items():
         assert f"  {' '.join(flags_of({name: value}))} ({where})\n" in shown
 
 

@@ -4,11 +4,20 @@ from functools import partial
 
 import pytest
 import torch
-from oracles import MASK, PROMPTS, changed, made_batch, tilted, tiny_model, updated
+from oracles import (
+    MASK,
+    PROMPTS,
+    TINY_LLADA,
+    TINY_SDAR,
+    changed,
+    made_batch,
+    tilted,
+    tiny_model,
+    updated,
+)
 
 from algos import tracerl
 from models import add_lora, load_weights, meta_model
-from models.tiny import TINY_LLADA, TINY_SDAR
 from models.value import load_value_model
 from rollout import Trace, make_engine
 from rollout.rows import Batch
