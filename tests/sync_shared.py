@@ -47,7 +47,7 @@ METHODS = {
             "sdar-moe": TWO | {"mc_num": 3, "lr_schedule": "cosine"},
         },
     ),
-    "cj_grpo": Method(362, {"llada": LORA | TWO | EOSER}),
+    "cj_grpo": Method(370, {"llada": LORA | TWO | EOSER}),
     "mdpo": Method(982, {"llada": TWO | {"train_steps": 3, "remasking": "rcr"}}, BIDIRECTIONAL),
     "espo": Method(459, {"llada": TWO | {"ref_sync_steps": 1, "epsilon": 4e-4}}),
     "gdpo": Method(372, {"sdar": TWO | {"mc_num": 2}}),
