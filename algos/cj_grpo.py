@@ -108,7 +108,7 @@ def sample_masks(batch, iteration, args):
     Weights 1 / (transitions of the sequence x tokens of the transition).
     -> Rows, R = B, K steps; a sequence that needed fewer has draws of weight 0
     """
-    if iteration > 0 and not args.train_steps:
+    if iteration > 0 and not 0 < args.train_steps < batch.trace.num_replays:
         return None
     new, masked = batch.trace.replayed()  # [B, K, L]
     tokens, _ = block_counts(new, batch.block_ids[:, None])  # of the transition

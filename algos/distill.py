@@ -90,9 +90,10 @@ def sample_masks(batch, progress, args):
     c, noise = batch.completion_mask, batch.uniform(0, "order")
     level = batch.uniform(0, "level", 0)
     block = picked = batch.block_ids
-    if batch.trace.settings["attention"] == "bidirectional":  # one block is in work
+    # a block model has all its blocks in work, another a random one: the whole part of `level`
+    if batch.trace.settings["attention"] == "bidirectional":
         block = (c.cumsum(1) - 1) // int(size)
-        level = level * (block[:, -1:] + 1)  # its fraction is as uniform as the level
+        level = level * (block[:, -1:] + 1)  # its fraction stays uniform
         picked = level.floor()
     work = c & (block == picked)
     masked = work & (noise < 0.5)

@@ -4,9 +4,9 @@ loss    = mean over prompts of the mean over masks, in the states that the first
           passed through, of the sum over the teacher's 20 likeliest tokens there of
           min(p (log p - log q), 0.05);  0 without a right completion
 p, q    : student and teacher, each normalised over these tokens
-teacher : the model before training, in the same state with a quarter of the tokens of later
+teacher : the model before training, in the same state with a share of the tokens of later
           blocks filled in from the finished completion
-masks   : of the block in work, where the teacher is surest, as many as the step revealed: two
+masks   : of the block in work, where the teacher is surest, as many as the step revealed
 
 What differs from d1, and why:
 1. No reward is spread over tokens: it only says which completion teaches.

@@ -13,7 +13,7 @@ What differs from d1, and why:
 1. Masks and bounds are SPG's: a ratio of ELBOs is noisy, so the loss has the bound itself.
 2. Ratios are weights, clipped for both signs of A: PPO's clip lets those of A < 0 grow.
 3. They are divided by their mean in the group, so that an update is a mean of its completions'.
-4. The sum needs the current ELBOs of the whole group: one forward more in each update.
+4. The mean needs the current ELBOs of the whole group: one forward more in each update.
 5. No KL, so no reference.
 
 python   algos/stabledrl.py                                      # the tiny model on a CPU
@@ -158,7 +158,7 @@ def compute_advantages(rewards, args):
 
 def group_weights(estimates, rows, args):
     """Clipped ratios, divided by their mean in the group. Current estimates [R, 2] -> [R]"""
-    # of all completions: 1 where A is 0, which are not in rows, and in a rollout's only update
+    # Rows lack completions whose A is 0, and the only update of a rollout has no old values: 1.
     ratio = estimates.new_ones(len(rows.batch.advantages))
     if rows.old is not None:
         ratio[rows.sequence] = (estimates - rows.old)[:, 0].exp().clamp(max=args.clip_ratio)

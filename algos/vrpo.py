@@ -3,7 +3,7 @@
 B(y)   = mean over n_t timesteps of the ELBO of answer y at one mask each, a sum over its tokens
 margin = beta [B(chosen) - B_ref(chosen)] - beta [B(rejected) - B_ref(rejected)]
 loss   = mean over pairs of -log sigmoid(margin)
-         + sft_coef * (-B(chosen) / number of chosen tokens)
+         + sft_coef * (-sum over pairs of B(chosen) / chosen tokens of all pairs)
 
 Policy and reference see the same timesteps and masks of an answer, so that their common noise
 cancels; the two answers of a pair are drawn independently. A forward takes all draws of both, which
@@ -107,7 +107,7 @@ def sample_masks(batch, stream, args):
     c, block = batch.completion_mask, batch.block_ids.contiguous()
     # searchsorted finds the first column of a block: its u serves all tokens of the block
     u, weights = batch.uniform(stream, "count", torch.searchsorted(block, block)), []
-    for j in range(args.num_draws(0)):
+    for j in range(args.num_draws(replays=0)):
         shifted = (u + j // args.masks_per_timestep / args.mc_num) % 1
         chosen, k, m = choose_in_blocks(c, block, shifted, batch.uniform(stream, j))
         weights.append(chosen * k / m)
@@ -281,7 +281,7 @@ def main(args):
     held_out = HeldOut(args, args.max_length)
     pairs, compared = load_pairs(held_out, model, args)
     engine = held_out.train_on(pairs, model, device, args)
-    args.micro_batch_size -= args.micro_batch_size % (2 * args.num_draws(0))  # whole pairs
+    args.micro_batch_size -= args.micro_batch_size % (2 * args.num_draws(replays=0))  # whole pairs
     model, ref = load_models(model, device, args)
     # >>> shared: offline_load
     optimizer = torch.optim.AdamW(

@@ -75,7 +75,7 @@ def batch_of(rows, index, seed, model, device):
     settings = {"seed": seed, "attention": model.attention}
     facts = canvas.clamp(min=0), reveals >= 0, lengths, reveals, None, index, None, settings
     batch = Batch(Trace([row[0] for row in rows], *facts), model)
-    batch.advantages = lengths  # 0 of none, so that none is left out
+    batch.advantages = lengths  # there are none; Rows.for_update leaves out rows where they are 0
     return batch
 
 

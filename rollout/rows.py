@@ -49,7 +49,8 @@ class Rows:
     """The masks of an inner iteration. A row is a term of the loss, with K noisy copies."""
 
     temperature = 1.0  # of the scored distribution
-    targets = None  # [R, K, L] tokens to score; None: those of input_ids
+    # [R, K, L] tokens to score; None: those of input_ids; in opsd.py [R, K, L, k], or a number k
+    targets = None
     old = None  # estimates before the first update; None: the current ones
     ref = None  # estimates of the reference; None: no KL
     has_gradient = True  # any of them, on this rank

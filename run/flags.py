@@ -142,14 +142,14 @@ class RunFlags:
         if unknown:
             raise SystemExit(f"{unknown[0]}: no such flag; try {meant(unknown[0], cls)}")
         found = values_for(asked, by_size)
-        if words != given:
-            print_help(asked, found)
-            raise SystemExit(0)
         if asked.resume:
             first = saved_flags(Path(asked.resume))
         else:
             first = {name: value for name, (value, _) in found.items()}
         args = tyro.cli(cls, args=[*flags_of(first), *words])
+        if words != given:
+            print_help(args, found)
+            raise SystemExit(0)
         check_numbers(args)
         before, now = json.loads(json.dumps([vars(cls()) | first, vars(args)]))
         cls.chosen = {name: now[name] for name in now if now[name] != before[name]}
@@ -300,20 +300,20 @@ def meant(flag, arguments):
     return " or ".join(scores[max(scores)][:3])
 
 
-def print_help(asked, found):
+def print_help(args, found):
     """--help: flags in groups, whose titles are comments in the source of their dataclass, with the
     values of a run, and where those come from that the script does not set. found: `values_for`
     """
     print(
         "Values of the run as flags; in brackets, where those are from that the script does not set"
     )
-    kinds, last = get_type_hints(type(asked)), ""
-    for name, (title, about) in described(type(asked)).items():
-        value, source = found.get(name, (getattr(asked, name), ""))
+    kinds, last = get_type_hints(type(args)), ""
+    for name, (title, about) in described(type(args)).items():
+        value, (known, source) = getattr(args, name), found.get(name, (None, ""))
         if title != last:
             print(f"\n{title}:")
         last, options = title, get_args(kinds[name])
-        print(" ", *flags_of({name: value}), f"({source})" * bool(source))
+        print(" ", *flags_of({name: value}), f"({source})" * bool(source and value == known))
         if isinstance(value, str) and options:
             print("      one of", *options)
         print("     ", about)

@@ -58,6 +58,8 @@ class HeldOut:
         """
         prompt, *sides = rows.lengths.T
         lengths = torch.stack([prompt, torch.stack(sides).amax(0) + tail], 1)
+        if len(sides) > 1:  # prompts are padded to the longest, and answers: not in sft.py
+            lengths = torch.cat([lengths, lengths.amax(0, keepdim=True)])
         if pack_length := getattr(args, "pack_length", 0):
             packed = pack_length * lengths.sum(0, keepdim=True) // lengths.sum()
             lengths = torch.cat([lengths, packed])

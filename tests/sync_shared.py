@@ -47,7 +47,7 @@ METHODS = {
             "sdar-moe": TWO | {"mc_num": 3, "lr_schedule": "cosine"},
         },
     ),
-    "cj_grpo": Method(362, {"llada": LORA | TWO | EOSER}),
+    "cj_grpo": Method(370, {"llada": LORA | TWO | EOSER}),
     "mdpo": Method(982, {"llada": TWO | {"train_steps": 3, "remasking": "rcr"}}, BIDIRECTIONAL),
     "espo": Method(459, {"llada": TWO | {"ref_sync_steps": 1, "epsilon": 4e-4}}),
     "gdpo": Method(372, {"sdar": TWO | {"mc_num": 2}}),
@@ -72,7 +72,7 @@ METHODS = {
         {"dream": LORA | {"cart_p": 0.2}, "sdar": {"pack_length": 128, "max_length": 100}},
     ),
     "vrpo": Method(
-        1413,
+        1417,
         {
             "llada": LORA | {"mc_num": 2, "micro_batch_size": 8, "share_masks": False},
             "sdar": {"mc_num": 2, "masks_per_timestep": 2, "micro_batch_size": 8},

@@ -117,6 +117,9 @@ def test_the_printed_line_and_the_help_have_the_values_of_the_run(script, capsys
     shown = capsys.readouterr().out
     for name, (value, where) in values_for(module.Args("llada-8b"), module.BY_SIZE).items():
         assert f"  {' '.join(flags_of({name: value}))} ({where})\n" in shown
+    with pytest.raises(SystemExit):
+        parsed(script, "--help", *given)
+    assert "  --gen-length 64 \n" in capsys.readouterr().out
 
 
 def test_rooms_import_downwards():

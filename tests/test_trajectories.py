@@ -59,7 +59,9 @@ def test_cj_grpo_scores_every_token_once_where_it_was_revealed(family, how):
         tokens = Counter(at for at in when if at[1] >= 0)  # of each transition
         want = [1 / (len(tokens) * tokens[at]) if at in tokens else 0.0 for at in when]
         assert weights[b].tolist() == pytest.approx(want)
-    assert cj_grpo.sample_masks(batch, 1, args) is None
+    for steps in (0, trace.num_replays):  # all: the rows stay
+        args.train_steps = steps
+        assert cj_grpo.sample_masks(batch, 1, args) is None
 
 
 @pytest.mark.parametrize("how", [RAGGED, STATIC | {"remasking": "rcr"}, PAPERS], ids=str)

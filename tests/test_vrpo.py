@@ -3,6 +3,7 @@ enumeration, held-out pairs.
 """
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from test_methods import within
 
 from algos import vrpo
 from evals import load_task
+from run import problems
 
 PAIRS = [
     ([1, 2, 3], [4, 0, 2, 1, EOS], [2, EOS]),
@@ -35,6 +37,13 @@ CPU = torch.device("cpu")
 
 def args_of(**fields):
     return vrpo.Args(**{"batch_size": 4, "mc_num": 2, "micro_batch_size": 64} | fields)
+
+
+def test_the_plan_counts_the_padding_of_pairs(monkeypatch):
+    """The longest prompt may stand beside the longest answer in a forward, as [P | L] columns."""
+    monkeypatch.setattr(problems, "fit", lambda model, args, lengths, *_: lengths.sum(1).max())
+    rows = SimpleNamespace(lengths=torch.tensor([[40, 5, 3], [5, 2, 41]]))
+    assert problems.HeldOut.fit(SimpleNamespace(splits={}), rows, None, args_of()) == 81
 
 
 def test_draws_are_unbiased_and_shared():
