@@ -179,7 +179,12 @@ def main(args):
     model = build_policy(device, args)
     # <<< shared: start
     held_out = HeldOut(args, 1024)
-    answers = right_answers(args.data, held_out.tokenizer, held_out.prompts())
+    answers = right_answers(
+        args.data,
+        held_out.tokenizer,
+        held_out.prompts(),
+        f"--model {args.model} --tasks {args.task}",
+    )
     engine = held_out.train_on(answers, model, device, args)
     # sharded before weights are read: no rank ever holds the whole model
     model = load_weights(parallelize(model, args), device)
