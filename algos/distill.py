@@ -65,7 +65,7 @@ class Args(RunFlags):
     entropy_weight: float = 2.0
     """weight of H (both, LLaDA: 2; Dream: 1)"""
     batch_size: int = 64
-    """answers per optimizer step, over all ranks (dParallel: 8 a GPU; d3LLM: 16)"""
+    """answers per optimizer step, over all ranks (on each GPU dParallel: 8, d3LLM: 16)"""
     learning_rate: float = 2e-5
     """AdamW (both: 2e-5, constant)"""
     betas: tuple[float, float] = (0.9, 0.999)

@@ -13,7 +13,7 @@ What differs from d1, and why:
 2. A row is a right completion, with a draw for each denoising step, as in CJ-GRPO.
 3. The reference is the teacher. It sees more than the student, and chooses what is scored.
 4. A block model cannot see later blocks: its teacher sees later tokens of the block itself.
-5. Each update takes its share of the states, early ones first.
+5. Each update takes its share of the states, every fourth of them where there are four updates.
 
 python   algos/opsd.py                                      # the shipped tiny model on a CPU
 torchrun --nproc-per-node 4 algos/opsd.py --model llada-8b  # GSM8K, LoRA, four GPUs
