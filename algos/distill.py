@@ -65,7 +65,7 @@ class Args(RunFlags):
     entropy_weight: float = 2.0
     """weight of H (both, LLaDA: 2; Dream: 1)"""
     batch_size: int = 64
-    """answers per optimizer step, over all ranks (dParallel: 8 a GPU; d3LLM: 16)"""
+    """answers per optimizer step, over all ranks (on each GPU dParallel: 8, d3LLM: 16)"""
     learning_rate: float = 2e-5
     """AdamW (both: 2e-5, constant)"""
     betas: tuple[float, float] = (0.9, 0.999)
@@ -179,7 +179,12 @@ def main(args):
     model = build_policy(device, args)
     # <<< shared: start
     held_out = HeldOut(args, 1024)
-    answers = right_answers(args.data, held_out.tokenizer, held_out.prompts())
+    answers = right_answers(
+        args.data,
+        held_out.tokenizer,
+        held_out.prompts(),
+        f"--model {args.model} --tasks {args.task}",
+    )
     engine = held_out.train_on(answers, model, device, args)
     # sharded before weights are read: no rank ever holds the whole model
     model = load_weights(parallelize(model, args), device)

@@ -11,7 +11,8 @@ What differs from d1, and why:
 2. The ratio is taken per token: over the whole length it would leave any clip range at once.
 3. Masks come in complementary pairs, so that every token counts once in a pair.
 4. The KL is k2: the exponential of k3 explodes on the noise of an ELBO.
-5. Advantages are leave-one-out; the prompt stays clean; the reference moves with the policy.
+5. Advantages are leave-one-out; the prompt stays clean; with all weights the reference moves with
+   the policy.
 
 python   algos/espo.py                                      # the shipped tiny model on a CPU
 torchrun --nproc-per-node 8 algos/espo.py --model llada-8b  # GSM8K, LoRA, eight GPUs

@@ -13,7 +13,7 @@ What differs from d1, and why:
 2. A row is a right completion, with a draw for each denoising step, as in CJ-GRPO.
 3. The reference is the teacher. It sees more than the student, and chooses what is scored.
 4. A block model cannot see later blocks: its teacher sees later tokens of the block itself.
-5. Each update takes its share of the states, early ones first.
+5. Each update takes its share of the states, every fourth of them where there are four updates.
 
 python   algos/opsd.py                                      # the shipped tiny model on a CPU
 torchrun --nproc-per-node 4 algos/opsd.py --model llada-8b  # GSM8K, LoRA, four GPUs
@@ -112,9 +112,9 @@ def sample_masks(batch, iteration, args):
     hit = new & (mine & batch.completion_mask)[:, None]
     work = block_counts(hit, trace.blocks[:, None])[0] > 0  # in the block of such a token
     ahead = masked & ~new & (trace.step_map >= 0)[:, None]  # later steps revealed it
-    later = ahead & ~work
     if trace.settings["attention"] == "bidirectional":  # a block model sees no later block
-        ahead = torch.where(later.any(2, keepdim=True), later, ahead)
+        later = ahead & ~work
+        ahead &= ~(work & later.any(2, keepdim=True))
     noise = torch.stack([batch.uniform("ahead", k) for k in range(trace.num_replays)], 1)
     hidden = masked & ~(ahead & (noise < args.teacher_share))  # from the teacher
     revealed = hit.sum(2, keepdim=True)
@@ -129,7 +129,6 @@ def teach(teacher, rows, args):
     which the teacher is surest, as many as the step revealed; its tokens there, targets [R, K, L,
     k], and their estimates, ref [R, K, L, k]
     """
-    rows = rows.for_update(args.micro_batch_size, DRAWS_TOGETHER)
     logps, ids = rows.evaluate(args.micro_batch_size, lambda micro: draw_logps(teacher, micro))
     surprisal = (-logps[..., 0]).where(rows.weights > 0, torch.inf)
     rows.weights *= surprisal.argsort(2).argsort(2) < rows.revealed
@@ -146,7 +145,7 @@ def estimate_logps(logps, rows, args):
 def compute_advantages(rewards, args):
     """1 for the first right completion of a group, else 0. [B] -> [B]"""
     right = rewards.view(-1, args.num_generations) >= args.min_reward
-    return (right & (right.cumsum(1) == 1)).flatten().to(rewards)
+    return (right * right.cumsum(1) == 1).flatten().to(rewards)
 
 
 def policy_loss(estimates, old, ref, rows, args):
@@ -154,12 +153,12 @@ def policy_loss(estimates, old, ref, rows, args):
 
     estimates, ref [R, K, L, k] -> loss, metrics
     """
-    c = rows.weights * args.num_generations / rows.batch.num_sequences  # [R, K, L]
+    c = rows.weights[..., None] * args.num_generations / rows.batch.num_sequences
     terms = estimates.exp() * (estimates - ref)
-    loss = (terms.clamp(max=args.kl_clip).sum(3) * c).sum()
+    loss = (terms.clamp(max=args.kl_clip) * c).sum()
     return loss, {
         "loss/policy": loss,
-        "policy/kl": (terms.sum(3) * c).sum(),
+        "policy/kl": (terms * c).sum(),
         "policy/weight": c.sum(),
     }
 
@@ -216,9 +215,13 @@ def draw_logps(model, rows):
 
 def prepare_rows(model, ref, batch, args):
     """Rows of every inner iteration, with what the teacher chose, before the first update."""
-    iterations = range(args.num_iterations)
-    with adapters_off(ref or model) as teacher:
-        return [teach(teacher, sample_masks(batch, i, args), args) for i in iterations]
+    iterations = []
+    for iteration in range(args.num_iterations):
+        rows = sample_masks(batch, iteration, args)
+        rows = rows.for_update(args.micro_batch_size, DRAWS_TOGETHER)
+        with adapters_off(ref or model) as teacher:
+            iterations.append(teach(teacher, rows, args))
+    return iterations
 
 
 def micro_loss(model, rows, args):

@@ -1,6 +1,7 @@
 """Supervised fine-tuning: the masked cross-entropy of each family's authors (model.objective).
 
-t    ~ U(t_min, t_max) per answer; answer tokens are masked with probability t, prompts never
+t    ~ U(t_min, t_max) per document: a prompt and its answer, or in block models a dialogue with
+       all its answers (--turns all). Answer tokens are masked with probability t, prompts never
 loss = sum over masked tokens of -weight logps / divisor, both counted over the whole step
 
        family                t             weight                 divisor

@@ -49,8 +49,6 @@ TINY = {  # what every method takes on the tiny models
 }  # fmt: skip
 # <<< shared: imports
 # isort: split
-import math
-
 from rollout.rows import block_counts, choose_in_blocks
 
 
@@ -133,8 +131,8 @@ def estimate_logps(logps, rows, args):
     w, K = rows.weights, rows.weights.shape[1]
     elbo = (w * logps).sum((1, 2)) / (K * rows.completion_mask.sum(1))
     covered = w.any(1)  # [R, L]
-    terms = torch.where(w > 0, args.eubo_beta * logps + w.log(), -torch.inf)
-    terms = terms.masked_fill(~covered[:, None], 0.0).logsumexp(1) - math.log(K)
+    terms = torch.where(w > 0, args.eubo_beta * logps + (w / K).log(), -torch.inf)
+    terms = terms.masked_fill(~covered[:, None], 0.0).logsumexp(1)
     eubo = (terms / args.eubo_beta * covered).sum(1) / covered.sum(1)
     return torch.stack([elbo, eubo], 1)
 
@@ -154,18 +152,19 @@ def compute_advantages(rewards, args):
 
 def policy_loss(estimates, old, ref, rows, args):
     """Advantage times bound, mean over all tokens of the step. estimates [R, 2] -> loss, metrics"""
+    c = rows.completion_mask.sum(1).to(estimates) / rows.batch.num_tokens  # [R]
     # >>> shared: method_bound
     (elbo, eubo), A = estimates.unbind(1), rows.advantages  # [R]
     bound = torch.where(A > 0, elbo, elbo.lerp(eubo, args.omega))
-    # <<< shared: method_bound
-    c = rows.completion_mask.sum(1).to(estimates) / rows.batch.num_tokens
     policy = -(A * bound * c).sum()
-    return policy, {
+    metrics = {
         "loss/policy": policy,
         "policy/elbo": (elbo * c).sum(),
         "policy/eubo": (eubo * c).sum(),
         "policy/weight": c.sum(),
     }
+    # <<< shared: method_bound
+    return policy, metrics
 
 
 # >>> shared: parallelize

@@ -13,7 +13,8 @@ What differs from d1, and why:
 1. Masks and bounds are SPG's: a ratio of ELBOs is noisy, so the loss has the bound itself.
 2. Ratios are weights, clipped for both signs of A: PPO's clip lets those of A < 0 grow.
 3. They are divided by their mean in the group, so that an update is a mean of its completions'.
-4. The mean needs the current ELBOs of the whole group: one forward more in each update.
+4. The mean needs the current ELBOs of the whole group: one forward more in each update, unless a
+   rollout has one update only.
 5. No KL, so no reference.
 
 python   algos/stabledrl.py                                      # the tiny model on a CPU
@@ -51,8 +52,6 @@ TINY = {  # what every method takes on the tiny models
 }  # fmt: skip
 # <<< shared: imports
 # isort: split
-import math
-
 from rollout.rows import block_counts, choose_in_blocks
 
 
@@ -137,8 +136,8 @@ def estimate_logps(logps, rows, args):
     w, K = rows.weights, rows.weights.shape[1]
     elbo = (w * logps).sum((1, 2)) / (K * rows.completion_mask.sum(1))
     covered = w.any(1)  # [R, L]
-    terms = torch.where(w > 0, args.eubo_beta * logps + w.log(), -torch.inf)
-    terms = terms.masked_fill(~covered[:, None], 0.0).logsumexp(1) - math.log(K)
+    terms = torch.where(w > 0, args.eubo_beta * logps + (w / K).log(), -torch.inf)
+    terms = terms.masked_fill(~covered[:, None], 0.0).logsumexp(1)
     eubo = (terms / args.eubo_beta * covered).sum(1) / covered.sum(1)
     return torch.stack([elbo, eubo], 1)
 
@@ -158,29 +157,28 @@ def compute_advantages(rewards, args):
 
 def group_weights(estimates, rows, args):
     """Clipped ratios, divided by their mean in the group. Current estimates [R, 2] -> [R]"""
-    # Rows lack completions whose A is 0, and the only update of a rollout has no old values: 1.
-    ratio = estimates.new_ones(len(rows.batch.advantages))
-    if rows.old is not None:
-        ratio[rows.sequence] = (estimates - rows.old)[:, 0].exp().clamp(max=args.clip_ratio)
-    groups = ratio.view(-1, args.num_generations)
-    return (groups / groups.mean(1, keepdim=True)).flatten()[rows.sequence]
+    ratio = (estimates - rows.old)[:, 0].exp().clamp(max=args.clip_ratio)
+    group = rows.sequence // args.num_generations
+    # completions whose A is 0 are no rows: their ratio is 1
+    excess = ((group == group[:, None]) * (ratio - 1)).sum(1)
+    return ratio / (1 + excess / args.num_generations)
 
 
 def policy_loss(estimates, old, ref, rows, args):
-    """Weight times advantage times bound, mean over groups. estimates [R, 2] -> loss, metrics"""
+    """Weighted advantage times bound, mean over groups. estimates [R, 2] -> loss, metrics"""
+    c = torch.full_like(rows.advantages, 1 / rows.batch.num_sequences)  # [R]
     # >>> shared: method_bound
     (elbo, eubo), A = estimates.unbind(1), rows.advantages  # [R]
     bound = torch.where(A > 0, elbo, elbo.lerp(eubo, args.omega))
-    # <<< shared: method_bound
-    c = 1 / rows.batch.num_sequences
-    policy = -(rows.shares * A * bound).sum() * c
-    return policy, {
+    policy = -(A * bound * c).sum()
+    metrics = {
         "loss/policy": policy,
-        "policy/elbo": elbo.sum() * c,
-        "policy/eubo": eubo.sum() * c,
-        "policy/ratio": (elbo - old[:, 0]).exp().sum() * c,
-        "policy/weight": torch.ones_like(A).sum() * c,
+        "policy/elbo": (elbo * c).sum(),
+        "policy/eubo": (eubo * c).sum(),
+        "policy/weight": c.sum(),
     }
+    # <<< shared: method_bound
+    return policy, metrics | {"policy/ratio": ((elbo - old[:, 0]).exp() * c).sum()}
 
 
 # >>> shared: parallelize
@@ -272,7 +270,9 @@ def micro_loss(model, rows, args):
 # >>> shared: update
 def update(model, optimizer, rows, step, args):
     """One optimizer step, unless loss or gradient are not finite. -> metrics over all ranks"""
-    rows.shares = group_weights(frozen_estimates(model, rows, args), rows, args)
+    if rows.old is not None:  # else this is the only update of a rollout: all weights are 1
+        weights = group_weights(frozen_estimates(model, rows, args), rows, args)
+        rows.advantages = rows.advantages * weights
     sums = StepMetrics()
     for micro, is_last, counts in rows.micro_batches(args.micro_batch_size):
         reduce_gradients(model, is_last, args.sync_every_backward)

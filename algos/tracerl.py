@@ -70,7 +70,7 @@ class Args(RolloutFlags):
     num_generations: int = 16
     """completions per prompt, G (official rl_sdar.yaml: 16; rl_llada.yaml: 8)"""
     num_iterations: int = 2
-    """updates per rollout, of 256 rows as released (official, all weights: about 8)"""
+    """updates per rollout (official, all weights: one for 256 rows, about 8)"""
     minibatches: bool = True
     """each update takes its share of the completions (official); off: all of them"""
     epsilon: float = 0.2

@@ -1,6 +1,6 @@
 """VRPO (LLaDA 1.5, 2505.19223): DPO on ELBO estimates with low variance for their cost.
 
-B(y)   = mean over n_t timesteps of the ELBO of answer y at one mask each, a sum over its tokens
+B(y)   = mean over n_t timesteps x n_yt masks of the ELBO of y at one mask, a sum over its tokens
 margin = beta [B(chosen) - B_ref(chosen)] - beta [B(rejected) - B_ref(rejected)]
 loss   = mean over pairs of -log sigmoid(margin)
          + sft_coef * (-sum over pairs of B(chosen) / chosen tokens of all pairs)

@@ -69,7 +69,7 @@ class Args(RolloutFlags):
     RANGES = {"psi": 1e-6}
 
 
-# What differs on the tiny models, and with all weights of others. Rates of the latter are ours.
+# What differs on the tiny models, and on others where all weights train. The rate of these is ours.
 BY_SIZE = {
     "tiny": TINY | {"num_iterations": 4},
     "full": {"learning_rate": 5e-7},

@@ -56,13 +56,13 @@ def main(samples: list[str], out: str, wrong: float = 1.0, mixed: str = ""):
         print(f"{mixed}: {len(both):,} of {len(verdicts):,} problems")
 
 
-def right_answers(path, tokenizer, asked):
-    """path: one of `samples` below; asked: the prompts that the run is scored on -> TokenRows of
-    prompt, canvas, and of each of its tokens the number of the forward that revealed it, -1 of
-    masks"""
+def right_answers(path, tokenizer, asked, drawn):
+    """path: one of `samples` above; asked: the prompts that the run is scored on; drawn: flags of
+    evals/run.py that draw samples -> TokenRows of prompt, canvas, and of each of its tokens the
+    number of the forward that revealed it, -1 of masks"""
     if not os.path.exists(path):
-        how = "evals/run.py --model MODEL --tasks TASK --split train --out runs/own"
-        raise SystemExit(f"--data {path!r} has no samples; python {how} draws some")
+        how = f"python evals/run.py {drawn} --split train --out runs/own"
+        raise SystemExit(f"--data {path!r} has no samples; {how} draws some for --data runs/own")
     rows, asked = read_rows(path, "samples"), set(map(question, asked))
     kept = [
         [

@@ -38,8 +38,8 @@ class Method(NamedTuple):
 METHODS = {
     "d1": Method(179, {"dream": LORA | TWO}),
     "coupled_grpo": Method(451, {"sdar": MOVES}),
-    "spg": Method(256, {"llada-moe": {"num_iterations": 1, "block_length": 4}}),
-    "stabledrl": Method(379, {"llada": TWO | {"block_length": 4}}),
+    "spg": Method(203, {"llada-moe": {"num_iterations": 1, "block_length": 4}}),
+    "stabledrl": Method(313, {"llada": TWO | {"block_length": 4}}),
     "bgpo": Method(
         435,
         {
@@ -65,7 +65,7 @@ METHODS = {
     ),
     "tpg": Method(282, {"sdar": TWO | {"denoising_steps": 4, "train_steps": 3, "beta": 0.1}}),
     "opsd": Method(
-        711, {"llada": LORA | TWO | {"block_length": 4}, "sdar": TWO | {"learning_rate": 1e-5}}
+        688, {"llada": LORA | TWO | {"block_length": 4}, "sdar": TWO | {"learning_rate": 1e-5}}
     ),
     "sft": Method(
         1945,
@@ -79,7 +79,7 @@ METHODS = {
         },
     ),
     "distill": Method(
-        688, {"llada": LORA | OWN | {"blocks": (4, 8)}, "sdar": OWN | {"masks": "random"}}
+        691, {"llada": LORA | OWN | {"blocks": (4, 8)}, "sdar": OWN | {"masks": "random"}}
     ),
 }
 OFFLINE = ("sft", "vrpo", "distill")

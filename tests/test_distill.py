@@ -128,7 +128,7 @@ def test_rows_are_the_right_answers_of_an_evaluation(tmp_path):
     wrong = [{}, {"score": 0.5}, {"truncated": True}, {}]
     lines = [json.dumps(row | scores | other) for row, other in zip(rows, wrong, strict=True)]
     (tmp_path / "samples.jsonl").write_text("\n".join(lines))
-    (row,) = found = right_answers(str(tmp_path), tokenizer, prompts[3:])
+    (row,) = found = right_answers(str(tmp_path), tokenizer, prompts[3:], "")
     seen = trace.completion_ids, trace.replay_map
     assert row == (trace.prompt_ids[0], *(x[0].tolist() for x in seen))
     assert found.dropped == ["3 are wrong, have no end, or ask what the run is scored on"]

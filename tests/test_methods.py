@@ -265,7 +265,6 @@ def test_stabledrls_weights():
     """Ratios clipped at 2 and divided by their mean in a group of 3; one left out has 1."""
     rows = made_rows(torch.ones(5, 1, 2), [1.0, -1.0, 1.0, -1.0, -1.0])
     rows.sequence, rows.old = torch.tensor([0, 1, 3, 4, 5]), torch.zeros(5, 2)
-    rows.batch.advantages = torch.ones(6)
     now = torch.tensor([1, 4, 0.5, 1, 8]).log()[:, None].expand(5, 2)
     got = stabledrl.group_weights(now, rows, stabledrl.Args(num_generations=3, clip_ratio=2.0))
     assert got.tolist() == pytest.approx([0.75, 1.5, 3 / 7, 6 / 7, 12 / 7])

@@ -91,7 +91,7 @@ REFUSALS = {
     f"algos/bgpo.py --reward TMP/pay.py:pay {ALGO}": "{'a': 1.0, 'b': nan}: not a finite number",
     f"algos/bgpo.py --task mbpp --data TMP/t.jsonl --max-prompt-length 9999 {ALGO}": "sandbox",
     "algos/sft.py --data README.md": "README.md: no such file that ends in .jsonl, .csv",
-    "algos/distill.py": "--data '' has no samples; python evals/run.py --model MODEL",
+    "algos/distill.py": "python evals/run.py --model tiny-sdar --tasks countdown --split train",
     "algos/distill.py --data tests/golden/plans.jsonl": "plans.jsonl row 1 has no column 'score'",
     "algos/vrpo.py --data docs": "docs/train.jsonl: no such file",
     "evals/report.py docs": "docs: no directory with metrics.jsonl or samples.jsonl",
