@@ -9,19 +9,30 @@ from golden_runs import rows_of
 
 from bench import runs
 
-# stops the caller of its script in step 2, once
+# stops the caller of its script in step 2, and later one whose script is over; ends with status 6
 PAY = """
+import atexit
 import os
 from itertools import count
 from pathlib import Path
 
-calls, stopped = count(), Path(__file__).with_name("stopped")
+calls, here = count(), Path(__file__).parent
+moment = "over" if (here / "step").exists() else "step"
+
+def stop(now):
+    if next(calls) > 9 and now == moment and not (here / now).exists():
+        (here / now).touch()
+        os.kill(os.getppid(), 15)
+
+def end():
+    stop("over")
+    os._exit(6)
 
 def pay(completion, example):
-    if next(calls) > 9 and not stopped.exists():
-        stopped.touch()
-        os.kill(os.getppid(), 15)
+    stop("step")
     return len(completion)
+
+atexit.register(end)
 """
 TABLE = """
 flags = "--prompts-per-step 2 --num-generations 4 --eval-limit 4 --eval-every 1 --max-steps 3"
@@ -50,6 +61,10 @@ def test_a_stopped_table_goes_on(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         call("0")
     assert "step 2: stopped" in (tmp_path / "out/first.log").read_text()
+    with pytest.raises(KeyboardInterrupt):
+        call("0")
+    names = [row["name"] for row in rows_of(tmp_path / "out", "rows")]
+    assert names == ["first", "test-2", "whole"]
     for made in 1, 2:
         with pytest.raises(SystemExit, match="^not done: bad$"):
             call("0", "1")
