@@ -41,6 +41,7 @@ from run.log import describe_git
 
 # metrics of a row, as they are logged
 CURVES = "eval/|test/|error/|mismatch/|reward/mean|completion/|tokens_per_forward|time/"
+CURVES += "|policy/|optim/grad_norm|memory/"
 # What a run says, whatever its exit status then: if it is dead, or had ended before; if it was
 # stopped; last, stopped or not, when all is written.
 OVER, STOPPED = "stopped: for [0-9]+ steps|the run is finished", "go on with --resume"
@@ -99,8 +100,12 @@ def is_over(process, log):
 
 
 def row_of(folder):
-    """-> what is kept of a run that is over"""
-    row = {"commit": describe_git(), "scores": [*map(read_json, folder.rglob("result.json"))]}
+    """-> what is kept of a run that is over; of an evaluation also the score of each sample, since
+    errors between runs are clustered by problem"""
+    row = {"commit": describe_git(), "scores": []}
+    for path in folder.rglob("result.json"):
+        samples = read_lines(path.with_name("samples.jsonl"))
+        row["scores"].append(read_json(path) | {"each": [line["score"] for _, line in samples]})
     for path in folder.glob("*/metrics.csv"):
         table = pd.read_csv(path, index_col="step")
         row["config"] = read_json(path.with_name("config.json"))
