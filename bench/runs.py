@@ -151,7 +151,7 @@ def main(table: Path, /, out: Path, gpus: list[str]):
         for process in busy:
             process.wait()
     if due:
-        raise SystemExit(f"not done: {', '.join(due)}")
+        raise SystemExit(f"not done with {len(gpus)} GPUs: {', '.join(due)}")
 
 
 if __name__ == "__main__":
