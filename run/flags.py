@@ -23,13 +23,8 @@ CHANGEABLE += ("micro_batch_size", "sequence_parallel", "activation_checkpointin
 MAX = (1 << 31) - 1  # of numbers: a seed times 2^32 has 63 bits
 EPS = 1e-6  # an open end of a range
 # flags that do nothing where another has one of the values IDLE
-NEEDS = {
-    "confidence_threshold": "remasking",
-    "schedule_steps": "lr_schedule",
-    "lora_alpha": "lora_rank",
-    "lora_targets": "lora_rank",
-}
-IDLE = 0, "constant", "low_confidence_static", "random", "sequential", "entropy", "rcr"
+NEEDS = {"confidence_threshold": "remasking", "schedule_steps": "lr_schedule"}
+IDLE = "constant", "low_confidence_static", "random", "sequential"
 HELP = "-h", "--help"
 # lowest value of a field, or lowest and highest; a script's own come before them. Others: 0, MAX
 RANGES = {
