@@ -164,7 +164,7 @@ def main(table: Path, /, out: Path, gpus: list[str]):
             process.wait()
             end(process)  # some were at their end
     if due:
-        raise SystemExit(f"not done: {', '.join(due)}")
+        raise SystemExit(f"not done with {len(gpus)} GPUs: {', '.join(due)}")
 
 
 if __name__ == "__main__":

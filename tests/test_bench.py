@@ -66,7 +66,7 @@ def test_a_stopped_table_goes_on(tmp_path, monkeypatch):
     names = [row["name"] for row in rows_of(tmp_path / "out", "rows")]
     assert names == ["first", "test-2", "whole"]
     for made in 1, 2:
-        with pytest.raises(SystemExit, match="^not done: bad$"):
+        with pytest.raises(SystemExit, match="^not done with 2 GPUs: bad$"):
             call("0", "1")
         rows = rows_of(tmp_path / "out", "rows")
         found = {row["name"]: row for row in rows}
