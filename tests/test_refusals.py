@@ -147,7 +147,7 @@ REFUSALS = {
     f"algos/vrpo.py --batch-size 8 --micro-batch-size 15 {ALGO}": "hold the 16 draws",
     "algos/mdpo.py --model tiny-sdar": "mdpo needs a bidirectional model; a block-causal one",
     "algos/ebpo.py --model tiny-llada": "ebpo needs a block model; a bidirectional one",
-    "algos/dtreerpo.py --branches 3 3": "of 9 leaves: give --num-generations 9",
+    "algos/dtreerpo.py --schedule-steps 9 --branches 3 3": "of 9 leaves: give --num-generations 9",
     "algos/dtreerpo.py --branches 2 2 2 --gen-length 4 --denoising-steps 2": "at most 2 numbers",
     "algos/sft.py --pack-length 63 --max-length 64": "is shorter than an example may be",
     "algos/sft.py --pack-length 65 --max-length 65": "--max-length gives 68",
