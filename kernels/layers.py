@@ -94,7 +94,7 @@ def join_weights(linears):
     is_own = all(type(layer) is nn.Linear and layer.weight.requires_grad for layer in first)
     if is_own and (first is not linears or len(first) > 1):
         first[0].joined = joined = {}
-        for name in dict(first[0].named_parameters()):
+        for name, _ in first[0].named_parameters():
             values = [getattr(layer, name) for layer in first]
             joined[name] = torch.cat(values)
             for value, part in zip(values, joined[name].split([*map(len, values)]), strict=True):

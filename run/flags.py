@@ -160,8 +160,9 @@ class RunFlags:
             name = min(changed)
             flag, had = name.replace("_", "-"), before[name]
             raise SystemExit(f"--resume: the run had --{flag} {had}, now it is {now[name]}")
-        for name, (other, *more) in NEEDS.items():
-            if name in cls.chosen and all(now.get(one) in IDLE for one in (other, *more)):
+        for name, others in NEEDS.items():
+            if name in cls.chosen and all(now.get(other) in IDLE for other in others):
+                other = others[0]
                 raise SystemExit(
                     f"--{name.replace('_', '-')} does nothing with "
                     f"--{other.replace('_', '-')} {now[other]}"
