@@ -53,7 +53,8 @@ ASKED = None
 # Share of the memory that a plan leaves to the CUDA context, libraries, graphs, and gaps between
 # tensors
 RESERVE = 0.07
-LOGITS = 1024 * 8  # rows of logits that exist together, times bytes of each logit
+# Rows of logits that exist together, times bytes of each: two copies in fp32, one in bf16
+LOGITS = 1024 * 10
 # Rows, and tokens of prompts, that a sampler takes at once; its cache's width is a multiple
 ROWS, PREFILL, WIDTHS = 256, 1 << 15, 128
 ON_CPU = 256  # micro-batch
@@ -161,7 +162,8 @@ class Plan:
         K = K if self.coupled else math.gcd(K, size)  # Rows.split divides a row
         rows = max(size // K, 1)
         if self.is_block:
-            return rows, K, prompt + scored + K * scored / len(self.parts)
+            # in the noisy copies the whole blocks that hold a scored token
+            return rows, K, prompt + scored + K * (scored / len(self.parts) + self.n)
         return rows * K, 1, prompt + scored
 
     def memory(self, size):
