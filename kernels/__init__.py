@@ -1,6 +1,6 @@
 """Faster samplers: fused layers, continuous batching, CUDA graphs. Nothing else needs this folder.
 
-`make_engine` is the only place that installs it, on the engine's own copy of a model. Model files,
+`make_engine` is the only place that installs it, on the engine's own model. Model files,
 plain samplers and training never import it.
 """
 
@@ -18,23 +18,18 @@ def has_kernels(tensor):
     return tensor.is_cuda and tensor.dtype in (torch.bfloat16, torch.float16) and has_triton()
 
 
-def speed_up_engine(model):
-    """Replace the forward of a sampler's own copy of a model by fused layers, in place.
+def speed_up_engine(engine):
+    """Replace the forward of an engine's own model by fused layers and its draws by kernels, in
+    place.
 
-    Adapters may be added before or after, and weights copied in place. A model on the CPU, or in
-    fp32, stays as it is; so does every model, with one printed line, where Triton is missing.
+    Adapters may be added before or after, and weights copied in place. A model in fp32 stays as it
+    is; so does every model, with one printed line, where Triton is missing.
     """
-    if model.lm_head.weight.is_cuda and not has_triton():
-        print("no Triton: the sampler runs without fused layers", flush=True)
-    elif has_kernels(model.lm_head.weight):
-        from kernels.layers import install  # machines without a GPU have no Triton
-
-        install(model)
-
-
-def speed_up_draws(engine):
-    """Replace the draws of an engine by Triton kernels, where they can compute."""
     if has_kernels(engine.model.lm_head.weight):
+        from kernels.layers import install  # machines without a GPU have no Triton
         from kernels.sampling_triton import sample_fused
 
+        install(engine.model)
         engine.sample_categorical = sample_fused
+    elif not has_triton():
+        print("no Triton: the sampler runs without fused layers", flush=True)

@@ -27,13 +27,12 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from distributed.disk import progress
-from kernels import speed_up_draws
 from kernels.decode import cached_attention
 from kernels.graphs import Graphs, can_record
 from models.experts import Experts
-from rollout.block import BlockEngine
+from rollout.block import BlockEngine, empty_cache
 from rollout.engine import ADAPTIVE, BROKEN, select
-from rollout.sampling import int64
+from rollout.sampling import int64, keyed_uniform
 from rollout.traces import num_replays
 
 # Shapes are rounded up, so that few graphs serve all: cache widths to multiples of WIDTHS, the
@@ -62,20 +61,18 @@ class Slots:
     positions. history: tokens and logps [history, N, S] of each step, for Trace.records; 0: none.
     """
 
-    def __init__(self, model, N, R, S, history, device, dtype):
-        config, empty = model.config, partial(torch.zeros, device=device)
+    def __init__(self, model, N, R, S, history):
+        weight = model.lm_head.weight
+        empty = partial(torch.zeros, device=weight.device)
         self.sizes = N, R, S, history
         self.state = empty(len(State._fields), N, dtype=torch.long)
         self.canvas = empty(3, N, S, dtype=torch.long)
-        self.logps = empty(N, S, dtype=torch.promote_types(dtype, torch.float32))
+        self.logps = empty(N, S, dtype=torch.promote_types(weight.dtype, torch.float32))
         tokens = empty(history, N, S, dtype=torch.int32)
         self.history = tokens, empty(tokens.shape, dtype=self.logps.dtype)
         self.seed, self.sample = empty((), dtype=torch.long), empty(R, dtype=torch.long)
         self.eos = empty(len(model.eos_token_ids), dtype=torch.long)
-        # Zeros: what is not yet written has weight 0 in the attention, but 0 times NaN is NaN.
-        shape = R, config.num_key_value_heads, S, config.head_dim
-        new = partial(empty, shape, dtype=dtype)
-        self.cache = [(new(), new()) for _ in range(config.num_hidden_layers)]
+        self.cache = empty_cache(model, R, S)
 
     def fill(self, model, prompt_ids, owner, sample_index, settings, known):
         """The state of N samples before their first step; known: as `canvas` of _generate. Entries
@@ -85,15 +82,14 @@ class Slots:
         part, steps = settings["steps"], settings["denoising_steps"]
         P = torch.tensor([*map(len, prompt_ids)], device=device)[owner]
         prompts = pad_sequence([*map(torch.tensor, prompt_ids)], True, model.mask_token_id)
-        end, forwards = (P + settings["gen_length"] + n - 1) // n * n, torch.zeros_like(P)
+        end, none = (P + settings["gen_length"] + n - 1) // n * n, torch.zeros_like(P)
         self.canvas[0], self.canvas[1], self.canvas[2] = model.mask_token_id, 0, -1
         self.canvas[0, :N, : prompts.shape[1]] = prompts.to(device)[owner]
         self.state.zero_(), self.logps.zero_(), self.history[0].fill_(-1)
         self.eos.copy_(torch.tensor(settings["eos_token_ids"]))
         self.seed.fill_(int64(settings["seed"]))
         ids, masked, step_map = self.canvas[:, :N]
-        if known:
-            forwards = known.write_to((ids, step_map, self.logps), P)
+        forwards = known.write_to((ids, step_map, self.logps), P) if known else none
         column = torch.arange(ids.shape[1], device=device)
         is_new = column >= P[:, None]
         masked.copy_(is_new & (step_map < 0))
@@ -102,11 +98,11 @@ class Slots:
         has_eos = torch.isin(ids, self.eos) & is_new & (column < start[:, None])
         end = torch.where(has_eos.any(1) & settings["stop_at_eos"], start, end)
         # steps are counted over all blocks; a part may begin and end within one
-        zero, none = P // n * n, torch.zeros_like(P)
+        zero = P // n * n
         end = torch.minimum(end, zero + min(-(-part.stop // steps) * n, len(column)))
         step = (part.start - (start - zero) // n * steps).clamp(min=0)
         limit = part.stop - (end - n - zero) // n * steps
-        state = State(start, end, none, step, none, forwards, P, sample_index, limit)
+        state = start, end, none, step, none, forwards, P, sample_index, limit
         self.state[:, :N] = torch.stack(state)
 
     def copy(self, source, target, width):
@@ -146,7 +142,6 @@ class FastBlockEngine(BlockEngine):
         super().__init__(model, max_batch_size)
         self.release()
         self.use_graphs = can_record(model)
-        speed_up_draws(self)
         is_mixture = any(isinstance(module, Experts) for module in model.modules())
         self.ridge = 0 if is_mixture else RIDGE  # more tokens would activate more experts
 
@@ -155,23 +150,8 @@ class FastBlockEngine(BlockEngine):
 
     def _generate(self, prompt_ids, owner, sample_index, settings, canvas):
         N, R = len(owner), number_of_slots(min(len(owner), self.max_batch_size))
-        slots = self._open(N, R, max(map(len, prompt_ids)), settings)
-        slots.fill(self.model, prompt_ids, owner, sample_index, settings, canvas)
-        self._decode(slots, R, owner.tolist(), settings)
-        state = State(*slots.state[:, :N].clone())
-        canvas = slots.canvas[0, :N], slots.canvas[2, :N], slots.logps[:N]
-        history = [values[:, :N] for values in slots.history] if settings["records"] else None
-        return self._finish(
-            prompt_ids, owner, canvas, history, state.first, state.end, state.index,
-            state.forwards, settings,
-        )  # fmt: skip
-
-    def _open(self, N, R, longest, settings):
-        """-> slots for N samples, R at a time, of prompts up to `longest` tokens: those of the last
-        call if they are large enough
-        """
-        n = settings["block_length"]
-        width = -(-max(-(-(longest + settings["gen_length"]) // n), 2) * n // WIDTHS) * WIDTHS
+        n, longest = settings["block_length"], max(map(len, prompt_ids)) + settings["gen_length"]
+        width = -(-max(-(-longest // n), 2) * n // WIDTHS) * WIDTHS
         # Behind the N samples are R finished ones: the contents of free slots.
         sizes = N + R, R, width, num_replays(settings) + 1 if settings["records"] else 0
         have = self.slots.sizes if self.slots else (0, 0, 0, 0)
@@ -179,9 +159,19 @@ class FastBlockEngine(BlockEngine):
         sizes = tuple(map(max, have, sizes))
         if sizes != have:
             self.release()  # the old ones make room
-            self.slots = Slots(self.model, *sizes, self.device, self.dtype)
-        self.graphs = (self.graphs or Graphs(self.device)) if self.use_graphs else None
-        return self.slots
+            self.slots = Slots(self.model, *sizes)
+        if self.use_graphs and not self.graphs:
+            self.graphs = Graphs(self.device)
+        slots = self.slots
+        slots.fill(self.model, prompt_ids, owner, sample_index, settings, canvas)
+        self._decode(slots, R, owner.tolist(), settings)
+        state = State(*slots.state[:, :N].clone())
+        canvas = slots.canvas[0, :N], slots.canvas[2, :N], slots.logps[:N]
+        history = [values[:, :N] for values in slots.history]
+        return self._finish(
+            prompt_ids, owner, canvas, history, state.first, state.end, sample_index,
+            state.forwards, settings,
+        )  # fmt: skip
 
     # --- the host: which sample is in which slot, and the shape of the next step ------------------
 
@@ -193,7 +183,7 @@ class FastBlockEngine(BlockEngine):
         key = tuple(value for name, value in rule.items() if name not in varying)
         start, end, _ = slots.progress()()
         places = list(range(N, N + R))  # the sample in each slot; a finished one in a free slot
-        slots.sample[:R] = torch.arange(N, N + R, device=self.device)
+        self._place(slots, places, ())
         entered = launched = 0  # samples taken from the queue; steps
         unseen = None  # the progress of the last step
         is_live = lambda r: start[places[r]] < end[places[r]]
@@ -243,15 +233,13 @@ class FastBlockEngine(BlockEngine):
         free = [r for r in range(R) if r not in live]
         if source := [r for r in live if r >= R]:
             slots.copy(source, free[: len(source)], width)
-            pairs = [(r, places[old]) for r, old in zip(free, source, strict=False)]
-            self._place(slots, places, pairs)
+            self._place(slots, places, zip(free, [places[r] for r in source], strict=False))
 
     def _place(self, slots, places, pairs):
         """pairs: (slot, sample)"""
         for r, i in pairs:
             places[r] = i
-        r, i = (to_device(values, self.device) for values in zip(*pairs, strict=True))
-        slots.sample[r] = i
+        slots.sample[: len(places)] = to_device(places, self.device)
 
     def _enter(self, slots, places, free, samples, start, owners):
         """Put the next samples into free slots. What is before their first block is prefilled once
@@ -270,21 +258,12 @@ class FastBlockEngine(BlockEngine):
         together = max(1, PREFILL // max(1, longest))
         for some in (new[k : k + together] for k in range(0, len(new), together)):
             rows = [(r, some.index(owners[i])) for r, i in pairs if owners[i] in some]
-            prompts = [whole[owner] for owner in some]
-            self._prefill_slots(slots.cache, prompts, *zip(*rows, strict=True))
-
-    def _prefill_slots(self, cache, prompts, slots, owner):
-        """Write keys and values of prompts (1-D tensors, whole blocks) into the cache: those of
-        prompts[owner[i]] into slots[i].
-
-        Shorter prompts are padded on the right. No block of the prompt sees the padding, and every
-        later block overwrites its own positions before they are read.
-        """
-        ids = pad_sequence(prompts, True, self.model.mask_token_id)  # [U, P]
-        if ids.shape[1] == 0:
-            return
-        slots, owner = to_device(slots, self.device), to_device(owner, self.device)
-        self._write_prompts(ids, torch.ones_like(ids).bool(), cache, slots, owner)
+            to_slot = (to_device(values, self.device) for values in zip(*rows, strict=True))
+            # Shorter prompts are padded on the right. No block of the prompt sees the padding, and
+            # every later block overwrites its own positions before they are read.
+            prompts = pad_sequence([whole[owner] for owner in some], True, self.model.mask_token_id)
+            valid = torch.ones_like(prompts, dtype=torch.bool)
+            self._write_prompts(prompts, valid, slots.cache, *to_slot)
 
     # --- the device: one step ---------------------------------------------------------------------
 
@@ -320,11 +299,10 @@ class FastBlockEngine(BlockEngine):
         masked = masked.bool() & live[:, None]
         offset = at - first[:, None]
         key = slots.seed, index[:, None], offset, step[:, None]
-        uniform = self.keyed_uniform(*key, "token")
-        draws = self._sample(hidden.flatten(0, 1), uniform.flatten(), rule)
-        drawn, logps, confidence = (values.view(at.shape) for values in draws)
+        uniform = keyed_uniform(*key, "token")
+        drawn, logps, confidence = self._sample(hidden, uniform, rule)
         if rule["remasking"] == "random":
-            confidence = self.keyed_uniform(*key, "order").to(logps.dtype)
+            confidence = keyed_uniform(*key, "order").to(logps.dtype)
         base, remainder = divmod(n, rule["denoising_steps"])
         quota = (base + (step < remainder))[:, None]  # `reveal_quota` at each row's own step
         chosen = select(confidence, masked, quota, **rule)
@@ -353,5 +331,5 @@ class FastBlockEngine(BlockEngine):
         start, step, forwards = start + n * is_done, (step + live) * ~is_done, forwards + live
         slots.canvas[:, *here] = torch.stack([block, rest, step_map])
         slots.logps[here] = torch.where(chosen, logps, slots.logps[here])
-        state = State(start, end, broken, step, edits, forwards, first, index, limit)
+        state = start, end, broken, step, edits, forwards, first, index, limit
         slots.state[:, row] = torch.stack(state)

@@ -56,8 +56,6 @@ def _rounded(x, dtype: tl.constexpr):
 
 def shared_memory(device):
     """Bytes that a program may have: 227 KB on Hopper, 163 on an A100, 99 on an RTX 4090."""
-    if device.type == "cpu":  # TRITON_INTERPRET=1
-        return 1 << 30
     return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
 
 
@@ -310,9 +308,7 @@ SMS = 132  # of an H200
 TUNED = {0: (128, 4, 2), 16: (32, 1, 2), 32: (32, 1, 2), 64: (64, 4, 3)}
 
 
-def decode_attention(
-    q, k, v, keys, values, start, block_length=None, bias=None, splits=None, tuned=None
-):
+def decode_attention(q, k, v, keys, values, start, block_length=None, bias=None, splits=None):
     """As kernels.decode.cached_attention; bias is contiguous. -> [R, H, T, h], in the memory order
     [R, T, H, h]
     """
@@ -322,7 +318,7 @@ def decode_attention(
     tiles = triton.cdiv(G * T, block_m)
     programs, width = R * K * tiles, keys.shape[2]
     splits = splits or max(min(2 * SMS // programs, width // 128, 16), 1)  # parts of a row's cache
-    block_n, warps, stages = tuned or TUNED[0 if programs <= 2 * SMS else block_m]
+    block_n, warps, stages = TUNED[0 if programs <= 2 * SMS else block_m]
     out = torch.empty(R, T, H, h, dtype=q.dtype, device=q.device)
     partial = torch.empty(R * K, splits, tiles * block_m, h, dtype=torch.float32, device=q.device)
     lse = torch.empty_like(partial[..., 0])

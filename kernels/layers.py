@@ -64,8 +64,9 @@ def install(model):
         return
     model.hidden = MethodType(hidden, model)
     for layer in model.layers:
-        join_weights(parts(layer, names.qkv))
-        join_weights(mlp_of(layer, names)[0][:2])
+        mlp = mlp_of(layer, names)[0]
+        for linears in parts(layer, names.qkv), parts(layer, names.out), mlp[:2], mlp[2:]:
+            join_weights(linears)
 
 
 def mlp_of(layer, names):
@@ -77,28 +78,46 @@ def mlp_of(layer, names):
     return parts(shared, "gate_proj up_proj down_proj") if shared else [], moe
 
 
+def readers(linears):
+    """What reads the input of these layers: the A of their adapters, if all have one"""
+    is_adapted = linears and all(hasattr(layer, "lora_A") for layer in linears)
+    return [layer.lora_A["default"] for layer in linears] if is_adapted else linears
+
+
 def join_weights(linears):
     """Move weights that multiply the same input, and their biases, into one tensor, for `project`.
+    Under adapters only theirs: a learner may hold the others too.
 
-    The layers keep views, so names and shapes stay and copies in place reach both. Layers with
-    adapters stay apart.
+    The layers keep views, so names and shapes stay and copies in place reach both.
     """
-    if len(linears) > 1 and all(type(layer) is nn.Linear for layer in linears):
-        linears[0].joined = joined = {}
-        for name in dict(linears[0].named_parameters()):
-            values = [getattr(layer, name) for layer in linears]
+    first = readers(linears)
+    if (first is not linears or len(first) > 1) and all(
+        type(layer) is nn.Linear for layer in first
+    ):
+        first[0].joined = joined = {}
+        for name in dict(first[0].named_parameters()):
+            values = [getattr(layer, name) for layer in first]
             joined[name] = torch.cat(values)
             for value, part in zip(values, joined[name].split([*map(len, values)]), strict=True):
                 value.data = part
 
 
 def project(x, linears):
-    """[layer(x) for layer in linears], as one product where their weights were joined"""
-    joined = getattr(linears[0], "joined", None)
+    """[layer(x) for layer in linears], as one product where their weights were joined. Adapters add
+    to the layer's output in one more, with alpha / rank and without rounding in between.
+    """
+    first = readers(linears)
     # adapters may have come later
-    if joined is not None and all(type(layer) is nn.Linear for layer in linears):
-        return F.linear(x, **joined).split([layer.out_features for layer in linears], -1)
-    return [layer(x) for layer in linears]
+    if not hasattr(first[0], "joined") or any(type(layer) is not nn.Linear for layer in first):
+        return [layer(x) for layer in linears]
+    found = F.linear(x, **first[0].joined).split([layer.out_features for layer in first], -1)
+    if first is linears:
+        return found
+    outputs = [layer.base_layer(x) for layer in linears]
+    for layer, output, low in zip(linears, outputs, found, strict=True):
+        B, scale = layer.lora_B["default"].weight, layer.scaling["default"]
+        output.flatten(0, -2).addmm_(low.flatten(0, -2), B.t(), alpha=scale)
+    return outputs
 
 
 @torch.no_grad()
@@ -111,14 +130,15 @@ def hidden(model, input_ids, position_ids, attend):
     delta = torch.zeros_like(x)
     cos, sin = model.rope(position_ids, x.dtype)
     for number, layer in enumerate(model.layers):
-        before, after, out = parts(layer, f"{names.before} {names.after} {names.out}")
+        before, after = parts(layer, f"{names.before} {names.after}")
         x, y = add_rms_norm(x, delta, before)
         qkv = project(y, parts(layer, names.qkv))
         if len(qkv) == 1:  # LLaDA2 has one projection for all three
             qkv = qkv[0].split([h * heads for heads in layer.attention.heads], -1)
         q, k = norm_rotate(*qkv[:2], parts(layer, names.head_norms), cos, sin, h)
         y = attend(number, q, k, qkv[2].unflatten(-1, (-1, h)).transpose(1, 2))
-        x, y = add_rms_norm(x, out(y.transpose(1, 2).flatten(2)), after)
+        [y] = project(y.transpose(1, 2).flatten(2), parts(layer, names.out))
+        x, y = add_rms_norm(x, y, after)
         linears, moe = mlp_of(layer, names)
         delta = gated(y, *linears) if linears else None
         if moe is not None:
@@ -128,7 +148,7 @@ def hidden(model, input_ids, position_ids, attend):
 
 
 def gated(x, gate, up, down):
-    return down(silu_mul(*project(x, (gate, up))))
+    return project(silu_mul(*project(x, [gate, up])), [down])[0]
 
 
 def mixture(moe, x):

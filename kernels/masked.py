@@ -14,17 +14,16 @@ All of this but the graphs and the Triton kernels also runs on CPU, for tests.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 
 import torch
 import torch.nn.functional as F
 
-from kernels import speed_up_draws
 from kernels.decode import cached_attention
 from kernels.graphs import Graphs, can_record
 from models.attention import fast_attention
-from rollout.masked import MaskedBlock, MaskedEngine
+from rollout.masked import MaskedEngine
 
 GRAPH_TOKENS = 4096  # larger forwards keep the GPU busy while the host launches them
 WIDTHS = 32
@@ -50,44 +49,12 @@ class Memory:
         return self.buffers[name][: math.prod(shape)].view(shape)
 
 
-@dataclass
-class FixedBlock(MaskedBlock):
-    """A MaskedBlock whose tensors have fixed addresses. bias None: there is no padding."""
-
-    memory: Memory
-
-    def forward(self, first, width, window):
-        """-> hidden states, overwritten by the next call"""
-        memory, (R, S) = self.memory, self.tokens.shape
-        memory.first.fill_(first)
-        compute = partial(super().forward, memory.first, width, window)
-        if memory.graphs is None or R * (window or S) > GRAPH_TOKENS:
-            return compute()
-        key = R, S, self.bias is None, width, window, self.kept is None
-
-        def step():
-            hidden = compute()
-            memory.results.setdefault(key, hidden).copy_(hidden)
-
-        memory.graphs.run(key, step)
-        return memory.results[key]
-
-    def attend(self, columns, layer, q, k, v):
-        if self.kept is None:
-            return fast_attention(q, k, v, self.bias)
-        R, K, _, h = k.shape
-        shape = R, K, self.tokens.shape[1], h
-        kept = (self.memory.view((name, layer), k, shape, K * h) for name in "kv")
-        return cached_attention(q, k, v, *kept, columns[:1].expand(R), bias=self.bias)
-
-
 class FastMaskedEngine(MaskedEngine):
     """MaskedEngine with fixed shapes and addresses."""
 
     def __init__(self, model, max_batch_size):
         super().__init__(model, max_batch_size)
         self.memory, self.use_graphs = None, can_record(model)
-        speed_up_draws(self)
 
     def release(self):
         self.memory = None
@@ -99,14 +66,36 @@ class FastMaskedEngine(MaskedEngine):
         if memory is None or tokens > memory.capacity:
             memory = self.memory = Memory(tokens, self.device, self.use_graphs)
         row = F.pad(torch.arange(R, device=self.device), (0, rows - R))  # repeats the first row
-        fixed = {"sample_index": block.sample_index[row], "memory": memory}
-        for name, fill in ("tokens", 0), ("positions", 0), ("bias", -math.inf):
+        fixed = {"sample_index": block.sample_index[row], "first": block.first + more}
+        for name, fill in ("tokens", 0), ("positions", 0), ("offset", 0), ("bias", -math.inf):
             values = F.pad(getattr(block, name)[row], (more, 0), value=fill)
             fixed[name] = memory.view(name, values, values.shape).copy_(values)
-        if not fixed["bias"].any():  # SDPA is faster without
+        if not fixed["bias"].any():  # no padding: SDPA is faster without
             fixed["bias"] = None
-        fixed |= {"prompt_length": block.prompt_length + more, "first": block.first + more}
-        wide = FixedBlock(**vars(block) | fixed)
-        *results, history = super()._denoise(wide, settings)
+        *results, history = super()._denoise(replace(block, **fixed), settings)
         cut = lambda values: [value[:R] for value in values]
         return *cut(results), [(step, *cut(values)) for step, *values in history]
+
+    def _forward(self, block, first, width, window):
+        """-> hidden states, overwritten by the next call"""
+        memory, (R, S) = self.memory, block.tokens.shape
+        memory.first.fill_(first)
+        compute = partial(super()._forward, block, memory.first, width, window)
+        if memory.graphs is None or R * (window or S) > GRAPH_TOKENS:
+            return compute()
+        key = R, S, block.bias is None, width, window, block.cache is None
+
+        def step():
+            hidden = compute()
+            memory.results.setdefault(key, hidden).copy_(hidden)
+
+        memory.graphs.run(key, step)
+        return memory.results[key]
+
+    def _attend(self, block, columns, layer, q, k, v):
+        if block.cache is None:
+            return fast_attention(q, k, v, block.bias)
+        R, K, _, h = k.shape
+        shape = R, K, block.tokens.shape[1], h
+        kept = (self.memory.view((name, layer), k, shape, K * h) for name in "kv")
+        return cached_attention(q, k, v, *kept, columns[:1].expand(R), bias=block.bias)

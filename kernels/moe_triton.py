@@ -193,7 +193,7 @@ TUNED = {
 }
 
 
-def experts_fused(x, index, weight, gate_up, down, tuned=None):
+def experts_fused(x, index, weight, gate_up, down):
     """models.experts.experts_loop without gradient"""
     k, (E, D, f) = index.shape[-1], down.shape
     tokens = x.reshape(-1, D).contiguous()
@@ -203,7 +203,7 @@ def experts_fused(x, index, weight, gate_up, down, tuned=None):
     block = min(triton.next_power_of_2(M * k), 1024)
     _bucket_kernel[(E,)](index.contiguous(), counts, buckets, M * k, M, BLOCK=block, num_warps=4)
     some = (tiles for most, tiles in TUNED.items() if M * k <= most * E)
-    gated, second = tuned or next(some, TUNED[MOST])
+    gated, second = next(some, TUNED[MOST])
     hidden, y = x.new_empty(M * k, f), x.new_empty(M * k, D)
     _product(tokens, gate_up, counts, buckets, hidden, k, True, gated)
     _product(hidden, down, counts, buckets, y, 1, False, second)

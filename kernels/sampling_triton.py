@@ -111,7 +111,7 @@ def _draw_kernel(
     tl.store(entropies + n, (LN2 * (log_total - scale * moment / total)).to(tl.float32))
 
 
-def sample_fused(logits, uniform, temperature=1.0, entropy=False):
+def sample_fused(logits, uniform, temperature=1.0):
     """rollout.sampling.sample_categorical for CUDA logits in bf16, fp16 or fp32, without a copy of
     them.
 
@@ -130,4 +130,4 @@ def sample_fused(logits, uniform, temperature=1.0, entropy=False):
         *rows, uniform.contiguous(), *partial, chunks, *out, GREEDY=temperature == 0,
         CHUNKS=triton.next_power_of_2(chunks), num_warps=2,
     )  # fmt: skip
-    return out if entropy else out[:2]
+    return out

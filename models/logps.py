@@ -57,8 +57,9 @@ class LinearLogps(torch.autograd.Function):
             logps[rows] = log_p.gather(-1, targets[rows])
             p = log_p.exp_()
             if entropy:  # a few rows at a time: p log p needs memory
-                few = max(64, PART // p.shape[1])
-                entropies[rows] = torch.cat([torch.special.entr(x).sum(-1) for x in p.split(few)])
+                entropies[rows] = torch.cat(
+                    [torch.special.entr(x).sum(-1) for x in p.split(max(64, PART // p.shape[1]))]
+                )
             if knows_slopes:
                 p = slope(p, targets[rows], one[rows] / settings[0]).to(weight.dtype)
                 slopes[rows] = p @ weight

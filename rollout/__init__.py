@@ -1,4 +1,4 @@
-"""Samplers: engines with their own weights that generate completions and record how."""
+"""Samplers: engines with a model of their own that generate completions and record how."""
 # ruff: noqa: F401
 
 from pathlib import Path
@@ -27,7 +27,8 @@ def make_engine(
     only evaluations run, have it and "transformers". max_batch_size: rows decoded together; the
     others wait, with the same tokens. request: (records, settings) of a run, whose model hands its
     weights over with `sync_engine`: before that the engine has none. lmdeploy, which reads weights
-    all the same, refuses first what it cannot do. lora: arguments of add_lora, for adapters.
+    all the same, refuses first what it cannot do. lora: arguments of add_lora, for adapters; the
+    weights under them take no memory before they come.
     """
     is_named = isinstance(model_or_dir, (str, Path))
     if engine := is_named and autoregressive_engine(model_or_dir, backend, device, max_batch_size):
@@ -47,26 +48,38 @@ def make_engine(
         )
     if request:
         materialize(add_lora(model, *lora, dtype) if lora else model, device)
+        for value in model.parameters():
+            if not value.requires_grad:  # the base under adapters: sync_engine brings it
+                value.data = value.new_empty(()).expand_as(value)
     elif is_named:
         load_weights(model, device)
-    if model.lm_head.weight.is_cuda:
-        from kernels import speed_up_engine
-        from kernels.block import FastBlockEngine
-        from kernels.masked import FastMaskedEngine
+    if not model.lm_head.weight.is_cuda:
+        return engine(model, max_batch_size)
+    from kernels import speed_up_engine
+    from kernels.block import FastBlockEngine
+    from kernels.masked import FastMaskedEngine
 
-        speed_up_engine(model)
-        engine = FastBlockEngine if is_block else FastMaskedEngine
-    return engine(model, max_batch_size)
+    engine = (FastBlockEngine if is_block else FastMaskedEngine)(model, max_batch_size)
+    speed_up_engine(engine)
+    return engine
 
 
 def sync_engine(engine, model, whole=False):
     """Hand the weights of a model that learns to the engine; if the engine has adapters of its own
     these alone, but with `whole` the frozen weights too. Collective.
+
+    With `whole` the engine takes the frozen tensors themselves, if this rank holds them whole and
+    in the engine's dtype; nobody writes to them.
     """
     if whole and engine.model.lora_config:
-        own = engine.model.state_dict()
+        engine.release()  # CUDA graphs hold addresses
+        own = engine.model.state_dict(keep_vars=True)
         for name, value in model.state_dict().items():
-            own[name].copy_(full_tensor(value))
+            mine, value = own[name], full_tensor(value)
+            if mine.requires_grad:  # adapters, of which kernels hold views
+                mine.data.copy_(value)
+            else:
+                mine.data = value.to(mine)
     else:
         exported = export_adapter(model) if engine.model.lora_config else export_weights(model)
         engine.load_weights(exported)

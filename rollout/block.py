@@ -16,43 +16,23 @@ masks is forwarded again until a forward changes nothing. That forward is also t
 max_post_steps of these extra forwards may edit.
 """
 
-from dataclasses import dataclass
-
 import torch
 
 from models.attention import attention, block_causal, make_attend
-from rollout.engine import RULES, CurrentBlock, Engine
+from rollout.engine import Engine
 
 
-@dataclass
-class CachedBlock(CurrentBlock):
-    """Its positions are below 0 on padding."""
-
-    cache: list  # keys and values [R, K, S, h] of each layer
-
-    def forward(self, first, width, window):
-        """Forward the block, `width` columns from `first` on. Each layer writes the block's keys
-        and values into the cache, then attends to all columns up to the end of the block. So the
-        next forward of the same block overwrites them. window: of bidirectional models, not used.
-        -> hidden states [R, n, D]
-        """
-        here, end = slice(first, first + width), first + width
-        visible = (self.positions >= 0)[:, None, None, :end]
-
-        def attend(layer, q, k, v):
-            for kept, new in zip(self.cache[layer], (k, v), strict=True):
-                kept[:, :, here] = new
-            keys, values = (kept[:, :, :end] for kept in self.cache[layer])
-            return attention(q, keys, values, visible)
-
-        return self.model.hidden(self.tokens[:, here], self.positions[:, here], attend)
+def empty_cache(model, rows, width):
+    """-> keys and values [rows, K, width, h] of each layer. Zeros: columns that are not yet written
+    have weight 0 in the attention, and 0 times NaN would be NaN.
+    """
+    config, weight = model.config, model.lm_head.weight
+    shape = 2, rows, config.num_key_value_heads, width, config.head_dim
+    return [weight.new_zeros(shape).unbind() for _ in range(config.num_hidden_layers)]
 
 
 class BlockEngine(Engine):
     """Sampler of a block-causal model in plain PyTorch; the fast one is in kernels/block.py."""
-
-    records = (None, "steps", "events", "draws")
-    adaptive = RULES  # a block that begins with prompt tokens has fewer masks
 
     def _prefill(self, prompts, pads, owner, width):
         """Forward each of U prompts once and give its keys and values to all its samples.
@@ -60,20 +40,17 @@ class BlockEngine(Engine):
         prompts [U, prefilled]: the whole blocks, padded on the left by pads [U]; row i of the N
         samples continues prompts[owner[i]] -> the cache: keys, values [N, K, width, h] per layer
         """
-        config, prefilled = self.model.config, prompts.shape[1]
-        # Zeros: columns never written have weight 0 in the attention, and 0 times NaN would be NaN.
-        shape = len(owner), config.num_key_value_heads, width, config.head_dim
-        empty = lambda: torch.zeros(shape, dtype=self.dtype, device=self.device)
-        cache = [(empty(), empty()) for _ in range(config.num_hidden_layers)]
-        if prefilled:
-            valid = torch.arange(prefilled, device=self.device) >= pads[:, None]
-            self._write_prompts(prompts, valid, cache, slice(None), owner)
+        cache = empty_cache(self.model, len(owner), width)
+        valid = torch.arange(prompts.shape[1], device=self.device) >= pads[:, None]
+        self._write_prompts(prompts, valid, cache, slice(None), owner)
         return cache
 
     def _write_prompts(self, prompts, valid, cache, rows, owner):
         """Forward prompts [U, P], whole blocks, valid [U, P] without padding, and write keys and
         values of prompts[owner[i]] into row rows[i] of the cache.
         """
+        if not prompts.shape[1]:
+            return
         position_ids, block_ids = self.model.grid(valid)
         attend_prompt = make_attend(block_causal(block_ids, valid))
 
@@ -84,9 +61,16 @@ class BlockEngine(Engine):
 
         self.model.hidden(prompts, position_ids, attend)
 
-    def _block(self, cache, samples, start, quota, first_step, settings):
-        tokens, positions, offset, index = samples
-        prompt_length = start - offset[:, start, None]
-        return CachedBlock(
-            self.model, tokens, positions, index, prompt_length, start, quota, first_step, cache
-        )
+    def _forward(self, block, first, width, window):
+        """Each layer writes the block's keys and values into the cache, then attends to all columns
+        up to the end of the block. So the next forward of the same block overwrites them.
+        """
+        here, end = slice(first, first + width), first + width
+
+        def attend(layer, q, k, v):
+            for kept, new in zip(block.cache[layer], (k, v), strict=True):
+                kept[:, :, here] = new
+            keys, values = (kept[:, :, :end] for kept in block.cache[layer])
+            return attention(q, keys, values, block.bias[..., :end])
+
+        return self.model.hidden(block.tokens[:, here], block.positions[:, here], attend)

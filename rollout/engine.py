@@ -4,7 +4,6 @@ the loops over blocks and denoising steps, loading of weights.
 
 import math
 import sys
-from collections import namedtuple
 from dataclasses import asdict, dataclass
 from functools import partial
 
@@ -88,9 +87,7 @@ class SamplingSettings:
         return f"--{name.replace('_', '-')} {getattr(self, name)}"
 
 
-def select(
-    confidence, masked, quota, remasking, confidence_threshold, factor=1.0, eb_threshold=0.35, **_
-):
+def select(confidence, masked, quota, remasking, confidence_threshold, factor, eb_threshold, **_):
     """Which masked tokens of a block to reveal: the most confident ones; at equal confidence those
     at lower positions. "sequential" takes the lowest positions, whatever the confidence.
 
@@ -122,29 +119,6 @@ def select(
     return order.argsort(dim=1) < number
 
 
-def confidence_of(logits, logps, temperature, remasking):
-    """How sure the model is of each row, which decides the order of reveals.
-
-    logits [M, V], -inf where banned, before top-k and top-p; logps [M] of the drawn tokens.
-    entropy, entropy_bounded: the negative entropy in nats of softmax(logits / temperature).
-    topk_margin: its best probability minus the second best. Neither depends on the draw, so the sum
-    of a trace's logps is the exact log-likelihood of its trajectory. Every other rule: the
-    probability with which the drawn token was sampled. -> [M]
-    """
-    if remasking not in (*ENTROPIES, "topk_margin"):
-        return logps.exp()
-    p = (logits.to(logps.dtype) / (temperature or 1.0)).softmax(-1)
-    if remasking in ENTROPIES:
-        return -torch.special.entr(p).sum(-1)
-    best, second = p.topk(2).values.unbind(-1)
-    return best - second
-
-
-def marked(where, tokens, logps):
-    """-> for a record: tokens, -1 elsewhere; logps, 0 elsewhere"""
-    return torch.where(where, tokens, -1).int(), logps.where(where, 0.0)
-
-
 def truncate(logits, temperature, top_k=0, top_p=1.0):
     """Keep the top_k most probable tokens (0: all), then of these the fewest whose probabilities
     under softmax(logits / temperature) reach top_p; tokens as probable as the last one kept stay
@@ -166,37 +140,44 @@ def truncate(logits, temperature, top_k=0, top_p=1.0):
     return logits
 
 
-# Of each row: tokens [R, S]; positions in the text [R, S], below 0 on padding; places in the
-# completion [R, S], below 0 in the prompt; number of the sample [R]
-Samples = namedtuple("Samples", "tokens position offset index")
-
-
 @dataclass
 class CurrentBlock:
-    """One block in each of R rows that are denoised together. A subclass adds
-    forward(first, width, window) -> hidden states [R, width, D] for the columns from `first` on.
-    """
+    """One block in each of R rows that are denoised together."""
 
-    model: object
     tokens: torch.Tensor  # [R, S] int64, prompts padded on the left and completions
-    positions: torch.Tensor  # [R, S] int64
+    positions: torch.Tensor  # [R, S] int64, 0 on padding
+    offset: torch.Tensor  # [R, S] int64, places in the completion, below 0 in the prompt
+    bias: torch.Tensor  # [R, 1, 1, S], added to attention scores: -inf on padding, else 0
     sample_index: torch.Tensor  # [R] int64
-    prompt_length: int | torch.Tensor  # columns before the completions, of all rows or [R, 1]
     first: int  # first column of the block
     quota: list  # tokens to reveal at each step
     first_step: int  # number of steps in earlier blocks
+    # keys and values [R, K, S, h] of each layer; of a bidirectional model those of the block's
+    # first forward, by layer, or None where it keeps none
+    cache: list | dict | None
+
+
+def unused_by_graphs():
+    """-> bytes in the pools of CUDA graphs that no tensor holds. memory_allocated() leaves them
+    out, and while the graphs exist nobody else gets them. Free segments of the allocator's other
+    pool need no count: it returns them before it runs out.
+    """
+    segments = torch.cuda.memory_snapshot() if torch.cuda.is_initialized() else []
+    pools = [some for some in segments if tuple(some["segment_pool_id"]) != (0, 0)]
+    return sum(pool["total_size"] - pool["allocated_size"] for pool in pools)
 
 
 class Engine:
-    """Sampler whose `model` is its own copy of the weights.
+    """Sampler with a `model` of its own; the base under adapters may be a learner's.
 
-    A subclass knows the attention pattern. `_generate` calls what it defines:
+    A subclass knows the attention pattern. It defines:
         _prefill(prompts, pads, owner, width) -> cache, keys and values [N, ...] per layer
-        _block(cache, samples, start, quota, first_step, settings) -> the CurrentBlock that begins
-            at column `start` of some rows
+        _forward(block, first, width, window) -> hidden states [R, width, D] for the columns from
+            `first` on; window: see rollout/masked.py
     """
 
-    # the values that this engine accepts
+    is_block = True  # of a block-causal model, not a bidirectional one
+    # The values that an engine accepts; these are those of a block-causal model.
     choices = {
         "remasking": RULES,
         "schedule": ("uniform",),
@@ -206,18 +187,18 @@ class Engine:
     }
     # Kinds of records that a method may request. "steps": step maps and log-probabilities, which
     # every trace has.
-    records = (None, "steps")
+    records = (None, "steps", "events", "draws")
     # Rules under which a block may have no mask left before its last step: `_denoise` looks. Under
-    # others the quota of a step says whether it reveals anything.
-    adaptive = ()
+    # others the quota of a step says whether it reveals anything. All: a block that begins with
+    # prompt tokens has fewer masks.
+    adaptive = RULES
     # True: _generate takes all samples at once and decodes max_batch_size of them at a time
     refills = False
     # bytes on the GPU after the last make_room, None: there was none; most that an update took more
     held, need = None, 0
     # tokens of the longest row of the last rollout, and of those that were trained on
     row = longest = 1
-    # the fast engines replace both by Triton kernels
-    keyed_uniform = staticmethod(keyed_uniform)
+    # a Triton kernel on CUDA
     sample_categorical = staticmethod(sample_categorical)
 
     def __init__(self, model, max_batch_size):
@@ -251,9 +232,9 @@ class Engine:
         if not is_first:  # what the last update took is at most this
             self.need = max(self.need, torch.cuda.max_memory_allocated() - self.held)
         longest = max(self.longest, self.row)
-        if is_first or self.need * longest / self.longest + held > KEPT_BELOW * cuda_bytes():
+        need = self.need * longest / self.longest
+        if is_first or need + held + unused_by_graphs() > KEPT_BELOW * cuda_bytes():
             self.release()
-            torch.cuda.empty_cache()  # else the update would cut up what the caches leave
             held = torch.cuda.memory_allocated()
         self.held, self.longest = held, longest
 
@@ -266,10 +247,6 @@ class Engine:
 
     def check(self, settings):
         """SystemExit names settings that this engine cannot combine, each of them a choice."""
-
-    @property
-    def is_block(self):
-        return self.model.attention == "block-causal"
 
     @property
     def title(self):
@@ -419,15 +396,15 @@ class Engine:
         tokens, pads, first, end = (values[owner] for values in (tokens, pads, first, end))
         column = torch.arange(width, device=device)
         offset = column - first[:, None]
-        samples = Samples(tokens, column - pads[:, None], offset, sample_index)
+        positions = column - pads[:, None]
+        bias = (positions >= 0)[:, None, None].to(self.dtype).log()
+        samples = tokens, positions.clamp(min=0), offset, bias, sample_index
         step_map, num_forwards = torch.full_like(tokens, -1), torch.zeros_like(sample_index)
         logps = torch.zeros_like(tokens, dtype=torch.promote_types(self.dtype, torch.float32))
         if canvas:  # a part of a rollout
             num_forwards = canvas.write_to((tokens, step_map, logps), first)
-        history = None
-        if settings["records"]:
-            replays = num_replays(settings)
-            history = [values.repeat(replays, 1, 1) for values in (step_map.int(), logps)]
+        replays = num_replays(settings) if settings["records"] else 0
+        history = [values.repeat(replays, 1, 1) for values in (step_map, logps)]
 
         row = torch.arange(N, device=device)  # rows that are still generating
         start, first_step = prefilled, 0
@@ -437,8 +414,9 @@ class Engine:
                 break
             stop = start + sum(quota)
             here = row, slice(start, stop)
-            live = Samples(*(values[row] for values in samples))
-            block = self._block(cache, live, start, quota, first_step, settings)
+            live = [values[row] for values in samples]
+            kept = cache if settings["cache"] == "none" else {}  # a new one
+            block = CurrentBlock(*live, start, quota, first_step, kept)
             tokens[here], steps, new_logps, forwards, changes = self._denoise(block, settings)
             # NaN counts as the highest confidence, so it has been revealed and is found here.
             if (broken := ~new_logps.isfinite().all(1)).any():
@@ -448,7 +426,7 @@ class Engine:
             step_map[here] = torch.maximum(steps, step_map[here])
             logps[here] += new_logps
             num_forwards[row] += forwards
-            for number, *made in changes if history else ():
+            for number, *made in changes:
                 for kept, values in zip(history, made, strict=True):
                     kept[number, row, start : start + values.shape[1]] = values
 
@@ -461,11 +439,11 @@ class Engine:
                 break
             # commit; with editing, the last forward of _denoise was the commit
             if self.is_block and settings["editing_threshold"] is None:
-                block.forward(start, stop - start, None)
+                self._forward(block, start, stop - start, None)
                 num_forwards[row] += goes_on
             if not goes_on.all():
                 row = row[goes_on]
-                cache = [(keys[goes_on], values[goes_on]) for keys, values in cache]
+                cache = cache and [(keys[goes_on], values[goes_on]) for keys, values in cache]
             start, first_step = stop, first_step + len(quota)
         canvas = tokens, step_map, logps
         return self._finish(
@@ -481,9 +459,8 @@ class Engine:
         mask of the block. The most confident tokens of the block stay, as many as the schedule has
         revealed up to this step; all others are masked again, earlier reveals too. A token keeps
         the confidence of its own draw.
-        block: what `_block` returns
         -> tokens, step map, logps [R, n]; num_forwards [R]; for the records, of each step the
-        number of the forward that replays it (Trace.num_replays), tokens, -1 where none, and their
+        number of the forward that replays it (Trace.num_replays), tokens, -1 where none, and
         log-probabilities
         """
         remasking, kind, n = settings["remasking"], settings["records"], sum(block.quota)
@@ -492,10 +469,9 @@ class Engine:
         masked, logps, history = ids == self.model.mask_token_id, 0.0 * ids, []
         # rcr: confidences of the block's tokens, and how many of them stay after this step
         running, due = logps, 0
-        uniform = partial(self.keyed_uniform, settings["seed"], block.sample_index[:, None])
-        columns = torch.arange(block.first, block.tokens.shape[1], device=self.device)
+        uniform = partial(keyed_uniform, settings["seed"], block.sample_index[:, None])
         # places in the completion: of the block, and of the masks behind it
-        inside, behind = (columns - block.prompt_length).tensor_split([n], -1)
+        inside, behind = block.offset[:, block.first :].tensor_split([n], 1)
         window = None  # the first forward of a block runs all columns
         edits = settings["editing_threshold"] is not None
         working, post_steps = masked.any(1), 0  # rows that need more forwards
@@ -511,13 +487,12 @@ class Engine:
                 more = uniform(behind, number, "guess")
                 drawing = torch.cat([masked, masked.any(1, keepdim=True).expand(more.shape)], 1)
                 draws = torch.cat([draws, more], 1)
-            hidden = block.forward(block.first, draws.shape[1], window)
-            window = {"none": None, "prefix": len(columns), "dual": n}[settings["cache"]]
-            drawn = self._sample(hidden.flatten(0, 1), draws.flatten(), settings)
-            drawn = [values.view(draws.shape) for values in drawn]
+            hidden = self._forward(block, block.first, draws.shape[1], window)
+            window = {"none": None, "prefix": n + behind.shape[1], "dual": n}[settings["cache"]]
+            drawn = self._sample(hidden, draws, settings)
             replay = step if self.is_block else number
             if kind in ("draws", "states"):
-                history.append((replay, *marked(drawing, *drawn[:2])))
+                history.append((replay, drawn[0].where(drawing, -1), drawn[1]))
             token, token_logps, confidence = (values[:, :n] for values in drawn)
             order = partial(uniform, inside, step, "order")
             score = self._score(confidence, token, number, order, settings)
@@ -543,7 +518,7 @@ class Engine:
             step_map, masked = step_map.masked_fill(new, step), ~stays
             working = working & new.any(1) if edits else masked.any(1)
             if kind == "events":
-                history.append((replay, *marked(new | again, ids, logps)))
+                history.append((replay, ids.where(new | again, -1), logps))
         # with editing the last forward may be the commit, which changes nothing
         return ids, step_map, logps, num_forwards, history[: num_replays(settings)]
 
@@ -558,8 +533,7 @@ class Engine:
             score = order().to(score.dtype)
         is_eos = lambda: among(token, self.model.eos_token_ids)
         if settings["eos_policy"] == "eoser":
-            num_steps = sum(map(len, block_quotas(**settings)))
-            weight = eoser_weight(step, num_steps, settings["schedule"])
+            weight = eoser_weight(step, num_replays(settings), settings["schedule"])
             score = torch.where(is_eos(), weight * score, score)
         if settings["alg_temp"]:
             gumbel = -(-order().clamp(min=2**-54).log()).log()
@@ -574,7 +548,7 @@ class Engine:
         """Cut the completions out of the columns, [N, S] -> [N, L]. -> Trace
 
         canvas: tokens, step_map, logps [N, S]; history: tokens, -1 where none, and their logps
-        [K or more, N, S], or None; first, end [N]: columns of the completions
+        [K or more, N, S], where there are records; first, end [N]: columns of the completions
         """
         canvas_length = end - first
         on_canvas = below(canvas_length, int(canvas_length.max()))  # [N, L]
@@ -589,7 +563,7 @@ class Engine:
             [prompt_ids[i] for i in owner.tolist()], completion_ids, completion_mask, canvas_length,
             step_map, logps.where(step_map >= 0, 0.0), sample_index, num_forwards, settings,
         )  # fmt: skip
-        if history:  # behind the canvas those of column 0: none
+        if settings["records"]:  # behind the canvas those of column 0: none
             drawn, logps = (
                 values[: trace.num_replays].take_along_dim(at[None], 2).transpose(0, 1)
                 for values in history
@@ -598,9 +572,18 @@ class Engine:
         return trace
 
     def _sample(self, hidden, uniform, settings):
-        """hidden [M, D], uniform [M] -> tokens, logps, confidence [M]. The mask is never drawn."""
+        """hidden [R, n, D], uniform [R, n] -> tokens, logps, confidence [R, n]. The mask is never
+        drawn.
+
+        Confidence, how sure the model is of each token, decides the order of reveals. entropy,
+        entropy_bounded: the negative entropy in nats of softmax(logits / temperature) before top-k
+        and top-p. topk_margin: its best probability minus the second best. Neither depends on the
+        draw, so the sum of a trace's logps is the exact log-likelihood of its trajectory. Every
+        other rule: the probability with which the drawn token was sampled.
+        """
         parts, temperature, rule = [], settings["temperature"], settings["remasking"]
-        for some, u in zip(hidden.split(HEAD_ROWS), uniform.split(HEAD_ROWS), strict=True):
+        split = hidden.flatten(0, 1).split(HEAD_ROWS), uniform.flatten().split(HEAD_ROWS)
+        for some, u in zip(*split, strict=True):
             logits = self.model.lm_head(some)
             logits[:, self.model.mask_token_id] = -math.inf
             if settings["eos_policy"] == "suppress":
@@ -608,9 +591,13 @@ class Engine:
             kept = logits
             if temperature:
                 kept = truncate(logits, temperature, settings["top_k"], settings["top_p"])
-            # before truncation the draw computes the entropy anyway
-            from_draw = kept is logits and rule in ENTROPIES
-            draws = self.sample_categorical(kept, u, temperature, from_draw)
-            sure = -draws[2] if from_draw else confidence_of(logits, draws[1], temperature, rule)
-            parts.append((*draws[:2], sure))
-        return tuple(torch.cat(values) for values in zip(*parts, strict=True))
+            token, logps, _ = self.sample_categorical(kept, u, temperature)
+            confidence = logps.exp()
+            if rule in ENTROPIES:
+                confidence = -self.sample_categorical(logits, u, temperature)[2]
+            elif rule == "topk_margin":
+                p = (logits.to(logps.dtype) / (temperature or 1.0)).softmax(-1)
+                best, second = p.topk(2).values.unbind(-1)
+                confidence = best - second
+            parts.append((token, logps, confidence))
+        return [torch.cat(values).view(uniform.shape) for values in zip(*parts, strict=True)]

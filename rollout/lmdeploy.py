@@ -44,7 +44,7 @@ class LmdeployEngine(TokenEngine):
     title, refills = "lmdeploy", True
     banned = []  # the mask; an autoregressive model has none
 
-    def __init__(self, name_or_dir, device="cuda", max_batch_size=256, request=None):
+    def __init__(self, name_or_dir, device, max_batch_size, request=None):
         self.model, self.dtype = name_or_dir, torch.bfloat16
         if not hasattr(name_or_dir, "sources"):
             self.model = meta_model(name_or_dir, self.dtype)

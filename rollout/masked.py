@@ -16,59 +16,29 @@ keys and values from the second layer on. The next block starts afresh.
     dual     the window is the block alone
 """
 
-from dataclasses import dataclass
 from functools import partial
 
 import torch
 
 from models.attention import attention
-from rollout.engine import ADAPTIVE, ENTROPIES, RULES, CurrentBlock, Engine
+from rollout.engine import ADAPTIVE, ENTROPIES, RULES, Engine
 from rollout.schedules import block_quotas
 
 ORDERED = "low_confidence_static", "entropy", "topk_margin"  # whose order alg_temp may draw
 UNSCORED = "sequential", "origin"  # rules that look at no confidence
 
 
-@dataclass
-class MaskedBlock(CurrentBlock):
-    bias: torch.Tensor  # [R, 1, 1, S], added to attention scores: -inf on padding, else 0
-    kept: dict | None  # the cache, {layer: keys and values [R, K, S, h]}; None: no cache
-
-    def forward(self, first, width, window):
-        """Run `window` columns from `first` on, with the kept keys and values elsewhere. window
-        None runs all columns.
-
-        first: that of the block, as an argument because CUDA graphs pass a tensor
-        -> final hidden states [R, width, D], of which number j predicts the token of column
-        first + j
-        """
-        shift = int(self.model.shift)  # token i is predicted at position i - 1
-        every = torch.arange(self.tokens.shape[1], device=self.tokens.device)
-        columns = every if window is None else first - shift + every[: shift + window]
-        tokens, positions = self.tokens[:, columns], self.positions[:, columns]
-        hidden = self.model.hidden(tokens, positions, partial(self.attend, columns))
-        return hidden[:, first - shift - columns[0] + every[:width]]
-
-    def attend(self, columns, layer, q, k, v):
-        """q [R, H, w, h], k, v [R, K, w, h] of these columns -> [R, H, w, h]"""
-        if self.kept is not None:
-            keys, values = self.kept.setdefault(layer, (k, v))  # the first forward, of all columns
-            if keys is not k:  # a later forward, of a window
-                keys[:, :, columns], values[:, :, columns] = k, v
-            k, v = keys, values
-        return attention(q, k, v, self.bias)
-
-
 class MaskedEngine(Engine):
     """Sampler of a bidirectional model. Blocks start with the completion and have any length."""
 
+    is_block = False
     choices = {
         "remasking": (*RULES, "origin", "rcr"),
         "schedule": ("uniform", "timesteps", "ascending"),
         "cache": ("none", "prefix", "dual"),
         "eos_policy": ("none", "suppress", "demote", "eoser"),
     }
-    records = (None, "steps", "events", "states", "draws")
+    records = (*Engine.records, "states")
     adaptive = (*ADAPTIVE, "origin")
 
     def check(self, settings):
@@ -91,11 +61,28 @@ class MaskedEngine(Engine):
                 )
 
     def _prefill(self, *prompts):
-        return []  # every block runs the prompt anew
+        """Nothing: every block runs the prompt anew."""
 
-    def _block(self, cache, samples, start, quota, first_step, settings):
-        position, kept = samples.position, None if settings["cache"] == "none" else {}  # a new one
-        bias = (position >= 0)[:, None, None].to(self.dtype).log()
-        P = samples.tokens.shape[1] - sum(map(sum, block_quotas(**settings)))
-        rows = samples.tokens, position.clamp(min=0), samples.index
-        return MaskedBlock(self.model, *rows, P, start, quota, first_step, bias, kept)
+    def _forward(self, block, first, width, window):
+        """Run `window` columns from `first` on, with the kept keys and values elsewhere. window
+        None runs all columns.
+
+        first: that of the block, as an argument because CUDA graphs pass a tensor
+        -> final hidden states [R, width, D], of which number j predicts the token of column
+        first + j
+        """
+        shift = int(self.model.shift)  # token i is predicted at position i - 1
+        every = torch.arange(block.tokens.shape[1], device=self.device)
+        columns = every if window is None else first - shift + every[: shift + window]
+        tokens, positions = block.tokens[:, columns], block.positions[:, columns]
+        hidden = self.model.hidden(tokens, positions, partial(self._attend, block, columns))
+        return hidden[:, first - shift - columns[0] + every[:width]]
+
+    def _attend(self, block, columns, layer, q, k, v):
+        """q [R, H, w, h], k, v [R, K, w, h] of these columns -> [R, H, w, h]"""
+        if block.cache is not None:
+            keys, values = block.cache.setdefault(layer, (k, v))  # the first forward runs all
+            if keys is not k:  # a later forward, of a window
+                keys[:, :, columns], values[:, :, columns] = k, v
+            k, v = keys, values
+        return attention(q, k, v, block.bias)

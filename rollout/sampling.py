@@ -44,13 +44,13 @@ def keyed_uniform(*key):
     return _shift_right(state, 11).double() * 2.0**-53
 
 
-def sample_categorical(logits, uniform, temperature=1.0, entropy=False):
+def sample_categorical(logits, uniform, temperature=1.0):
     """Draw one token per row by inverting its cumulative distribution.
 
     logits [N, V] floating, -inf for banned tokens; uniform [N] fp64 in [0, 1); temperature 0 takes
     the argmax. -> tokens [N] int64, logps [N] in at least fp32: log-probability under
-    softmax(logits / temperature), the plain softmax at temperature 0. With entropy=True also the
-    entropy [N] of that distribution in nats.
+    softmax(logits / temperature), the plain softmax at temperature 0; entropies [N] of that
+    distribution in nats.
 
     One 53-bit uniform per row instead of a Gumbel number per entry: low-precision Gumbel noise cuts
     the upper tail off (24 bits cannot exceed 16.6), which lowers the effective temperature of large
@@ -69,5 +69,5 @@ def sample_categorical(logits, uniform, temperature=1.0, entropy=False):
         tokens = torch.searchsorted(cdf, target, right=True)[:, 0]
         # a row with NaN has no such entry; its logp is NaN
         tokens = tokens.clamp(max=logits.shape[-1] - 1)
-    draws = tokens, logps.gather(-1, tokens[:, None])[:, 0]
-    return (*draws, torch.special.entr(logps.exp()).sum(-1)) if entropy else draws
+    entropies = torch.special.entr(logps.exp()).sum(-1)
+    return tokens, logps.gather(-1, tokens[:, None])[:, 0], entropies

@@ -1,6 +1,6 @@
 """What a rollout returns: tokens, and the order in which they were revealed."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import repeat
 
 import torch
@@ -190,19 +190,18 @@ class Trace:
         return row
 
     def draw(self, i, tokenizer):
-        """The first tokens of completion i, about 100 columns for a terminal, each over the
+        """The first scored tokens of completion i, about 100 columns for a terminal, each over the
         denoising step of its block that revealed it. Bars separate blocks.
         """
         prompt = f"prompt   {tokenizer.decode(self.prompt_ids[i])}"
         if self.step_map is None:
             return f"{prompt}\ntokens   {self.text(i, tokenizer)!r}"
-        blocks, top, bottom = self.blocks[i].tolist(), "tokens   ", "step     "
-        columns = blocks, self.completion_ids[i].tolist(), self.step_map[i].tolist()
-        before = blocks[0]
-        for block, token, step in zip(*columns, strict=True):
-            if step >= 0 and len(top) <= 100:
+        row, top, bottom = self.unmasking(i, tokenizer), "tokens   ", "step     "
+        before = row["blocks"][0]
+        for piece, block, step in zip(row["pieces"], row["blocks"], row["step_map"], strict=True):
+            if len(top) <= 100:
                 bar, before = "| " * (block != before), block
-                cells = repr(tokenizer.decode([token]))[1:-1], str(step + 1)  # newlines as \n
+                cells = repr(piece)[1:-1], str(step + 1)  # newlines as \n
                 width = max(map(len, cells)) + 1
                 top += bar + cells[0].ljust(width)
                 bottom += " " * len(bar) + cells[1].ljust(width)
@@ -297,19 +296,22 @@ def concatenate(traces, pad_token_id):
     fills = {"completion_ids": pad_token_id, "completion_mask": False, "logps": 0.0}
     fills |= {"step_map": -1, "tokens": -1}
 
+    def joined(some):
+        return {name: join(name, [one[name] for one in some]) for name in some[0]}
+
     def join(name, parts):
         first = parts[0]
         if isinstance(first, list):
             return sum(parts, [])
         if name == "records" and first:
-            return {key: join(key, [part[key] for part in parts]) for key in first}
+            return joined(parts)
         if not isinstance(first, torch.Tensor):
             return first
         if name in fills:
             parts = [F.pad(x, (0, width - x.shape[-1]), value=fills[name]) for x in parts]
         return torch.cat(parts)
 
-    return Trace(**{f.name: join(f.name, [vars(t)[f.name] for t in traces]) for f in fields(Trace)})
+    return Trace(**joined([*map(vars, traces)]))
 
 
 def predictions_of(tokens):

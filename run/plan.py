@@ -58,6 +58,8 @@ LOGITS = 1024 * 10
 # Rows, and tokens of prompts, that a sampler takes at once; its cache's width is a multiple
 ROWS, PREFILL, WIDTHS = 256, 1 << 15, 128
 ON_CPU = 256  # micro-batch
+# What blocks keep where attention takes a mask, as a multiple of what is counted without one
+MASKED = 1.06
 # Gradients and recomputed tensors of the block in work, as a multiple of what a block keeps
 IN_WORK = 2
 # Training: all products, as a share of the rate of a large one; how often a forward and backward
@@ -132,8 +134,9 @@ class Plan:
         share = lambda p: config.num_experts_per_tok / len(p) if p.dim() == 3 else 1
         self.active = sum(p.numel() * share(p) for p in net.layers.parameters())
         self.trained = sum(p.numel() for p in net.parameters() if p.requires_grad)
-        # offline, the sampler gets merged weights
-        self.adapters = self.trained if args.lora_rank and self.rollout else 0
+        # of the sampler's own; offline it gets merged weights
+        is_merged = getattr(args, "lora_merged_rollout", True)
+        self.adapters = 0 if is_merged or not args.lora_rank else self.trained
         self.kept = kept_per_token(net, args.compile)
         self.n = n = args.block_length or net.block_length
         self.blocks, self.steps = math.ceil(args.gen_length / n), min(args.denoising_steps, n)
@@ -177,14 +180,15 @@ class Plan:
             gathered += 2 * gathered_bytes(net.layers[-1], whole) - blocks
         asked, scored = self.lengths.amax(0).tolist()
         rows, _, length = self.layout(size, int(self.lengths.sum(1).max()) - scored, scored)
-        tokens = math.ceil(rows * length / args.sequence_parallel)
+        tokens = MASKED * math.ceil(rows * length / args.sequence_parallel)
         kept, in_block = layers * self.kept * tokens, IN_WORK * self.kept * tokens
         if args.activation_checkpointing:
             kept, in_block = 2 * layers * net.lm_head.in_features * tokens, 1.5 * in_block
         head = LOGITS * net.lm_head.out_features
         if not args.lora_rank:
             head += 6 * net.lm_head.weight.numel()
-        # of the sampler
+        # of the sampler, which under adapters takes a base that this rank holds whole
+        base = 0 if whole and self.adapters else self.base
         cache = self.rows * self.cached * math.ceil(self.canvas / WIDTHS) * WIDTHS
         sampled = min(self.rows * asked, PREFILL) if self.is_block else self.rows * self.canvas
         is_reduced = args.sync_every_backward or self.noised <= size  # in every backward
@@ -197,7 +201,7 @@ class Plan:
             "gradients": 4 * self.trained / (ranks if is_reduced else 1),
             "reference": 2 * self.base / ranks * (self.has_reference and not args.lora_rank),
             "value model": (policy + moments) * self.values,
-            "sampler": 2 * (self.base + self.adapters) * bool(self.rows),
+            "sampler": 2 * (base + self.adapters) * bool(self.rows),
             # of an update or a rollout: the sampler frees its cache where an update needs it
             "activations": max(kept + max(head, in_block), cache + self.kept * sampled),
         }

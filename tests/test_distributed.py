@@ -14,6 +14,7 @@ from distributed.sharding import reduce_gradients
 from evals import mean_score
 from models import add_lora
 from models.lora import adapter_tensors
+from rollout import make_engine, sync_engine
 
 EXPERTS = {"model_type": "sdar_moe", "num_experts": 4, "num_experts_per_tok": 2}
 EXPERTS |= {"moe_intermediate_size": 16, "norm_topk_prob": True}
@@ -63,7 +64,7 @@ def test_ranks_with_checkpointing_give_the_gradient_of_one(
 ):
     """Ragged masks, and a rank whose first micro-batch scores nothing: 1e-10 in fp64. Two ranks, or
     two nodes of two ranks, which hold a copy each; blocks gathered one by one, or all at once; a
-    base under adapters sharded, or whole on every rank.
+    base under adapters sharded, or whole on every rank: then a sampler takes it as it is.
     """
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     monkeypatch.setattr("distributed.sharding.cuda_bytes", lambda: gpu_bytes)
@@ -76,8 +77,12 @@ def test_ranks_with_checkpointing_give_the_gradient_of_one(
             sharded = sharded_model(lora_rank, activation_checkpointing=True)
             mine = [tensor[rank * share : rank * share + share] for tensor in batch]
             accumulate(sharded, mine, world_size, every)
-            for p, q in zip(sharded.parameters(), whole.parameters(), strict=True):
-                assert hasattr(p, "device_mesh") == (p.requires_grad or not gpu_bytes)
+            sync_engine(engine := make_engine(adapted(lora_rank)), sharded, True)
+            each = (net.parameters() for net in (sharded, whole, engine.model))
+            for p, q, r in zip(*each, strict=True):
+                is_apart = r.data_ptr() != p.data_ptr()
+                assert hasattr(p, "device_mesh") == (p.requires_grad or not gpu_bytes) == is_apart
+                assert torch.equal(r, q)
                 assert (q.grad is not None) == p.requires_grad
                 if p.requires_grad:
                     assert p.device_mesh.shape == ((2,) if nodes == 1 else (nodes, 2))

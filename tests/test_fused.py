@@ -6,6 +6,7 @@ installed.
 
 import math
 import os
+from functools import partial
 from importlib.util import find_spec
 from types import SimpleNamespace
 
@@ -30,6 +31,9 @@ DTYPES = [torch.bfloat16, torch.float16] if ON_GPU else [torch.float32]
 RUNS = bool(find_spec("triton") and (ON_GPU or os.environ.get("TRITON_INTERPRET") == "1"))
 if RUNS:
     from kernels import fused_triton, layers, moe_triton
+
+    if not ON_GPU:
+        moe_triton.shared_memory = lambda device: 1 << 30
 needs_triton = (lambda test: test) if RUNS and not ON_GPU else pytest.mark.cuda
 # all of them belong to `make test-gpu`
 pytestmark = [pytest.mark.fast, *[pytest.mark.cuda] * ON_GPU]
@@ -123,7 +127,7 @@ def test_an_engines_copy_computes_what_the_plain_model_does(family, adapters):
         return model.hidden(ids, at, make_attend(visibility))
 
     plain, other, fast = model_of(0), model_of(1), model_of(0, is_fast=True)
-    limit = {torch.bfloat16: 0.06, torch.float32: 1e-5}[dtype]  # a tie of experts may go either way
+    limit = {torch.bfloat16: 0.1, torch.float32: 1e-5}[dtype]  # a tie of experts may go either way
     assert error(hidden(fast), hidden(plain)) < limit
     for name, value in tensor_names(other).items():
         tensor_names(fast)[name].copy_(value)
@@ -149,8 +153,10 @@ def test_an_engines_copy_computes_what_the_plain_model_does(family, adapters):
         ((150,), 4, 80, 40, 3, 3, ((16, 16, 16, 32, 4, 2), (16, 16, 16, 16, 4, 2))),
     ],
 )
-def test_experts_are_those_of_the_plain_loop(dtype, lead, E, D, f, k, used, tuned):
+def test_experts_are_those_of_the_plain_loop(monkeypatch, dtype, lead, E, D, f, k, used, tuned):
     """Against the loop in fp64, no worse than the loop in the same dtype."""
+    if tuned:
+        monkeypatch.setattr(moe_triton, "TUNED", {moe_triton.MOST: tuned})
     x = draw(*lead, D, dtype=dtype)
     gate_up, down = (
         draw(E, 2 * f, D, scale=D**-0.5).to(dtype),
@@ -161,7 +167,7 @@ def test_experts_are_those_of_the_plain_loop(dtype, lead, E, D, f, k, used, tune
     weight = torch.rand(*lead, k, generator=g).to(DEVICE)
     for w in (weight.to(dtype), weight):  # SDAR's and LLaDA2's
         want = experts_loop(x.double(), index, w.double(), gate_up.double(), down.double())
-        got = moe_triton.experts_fused(x, index, w, gate_up, down, tuned)
+        got = moe_triton.experts_fused(x, index, w, gate_up, down)
         assert got.dtype == dtype
         assert error(got, want) < 1.1 * error(experts_loop(x, index, w, gate_up, down), want) + 1e-6
 
@@ -210,8 +216,7 @@ WAYS += [(splits, dtype) for splits in (1, 2, 5) for dtype in DTYPES] if RUNS el
 def attention(splits):
     if splits is None:
         return cached_attention
-    options = {"splits": splits} if ON_GPU else {"splits": splits, "tuned": (16, 1, 1)}
-    return lambda *args, **more: fused_triton.decode_attention(*args, **options, **more)
+    return partial(fused_triton.decode_attention, splits=splits)
 
 
 @pytest.mark.parametrize("splits, dtype", WAYS)
@@ -226,10 +231,12 @@ def attention(splits):
         (3, 4, 2, 32, 4, 64, None, 0),
     ],
 )
-def test_attention_over_the_cache(splits, dtype, R, H, K, h, T, S, n, hidden):
+def test_attention_over_the_cache(monkeypatch, splits, dtype, R, H, K, h, T, S, n, hidden):
     """Blocks of n, or a window that sees what is behind it too, but for columns that a bias hides.
     Rows at different positions; wider slots around the cache are neither read nor written.
     """
+    if splits and not ON_GPU:
+        monkeypatch.setattr(fused_triton, "TUNED", dict.fromkeys(fused_triton.TUNED, (16, 1, 1)))
     heads = ((H, 0), (K, 1), (K, 2))
     q, k, v = (draw(R, T, size, h, dtype=dtype, seed=seed).transpose(1, 2) for size, seed in heads)
     slots = [draw(R + 1, K, S + 16, h, dtype=dtype, seed=seed) for seed in (5, 6)]

@@ -86,5 +86,6 @@ def test_parameters_and_moments_are_those_of_real_tensors(rank):
     assert memory["gradients"] == total(value.grad for value in trained)
     assert memory["optimizer"] == total(value for value in moments if value.dim())
     engine = load_model("tiny-sdar", dtype=torch.bfloat16)
-    assert memory["sampler"] == total(engine.parameters()) + bool(rank) * total(trained) / 2
+    # under adapters it shares the base
+    assert memory["sampler"] == (total(trained) / 2 if rank else total(engine.parameters()))
     assert memory["reference"] == (not rank) * total(engine.parameters())

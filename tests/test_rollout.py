@@ -2,7 +2,6 @@
 kernels.
 """
 
-import importlib
 import json
 import math
 import subprocess
@@ -18,7 +17,7 @@ from evals.rewards import METRICS
 from models import export_weights
 from models.tiny import byte_tokenizer
 from rollout import Trace, make_engine
-from rollout.traces import concatenate, pieces, rollout_metrics
+from rollout.traces import pieces, rollout_metrics
 
 ROOT = Path(__file__).resolve().parents[1]
 OPTIONS = dict(gen_length=11, remasking="low_confidence_static", seed=4)
@@ -47,13 +46,6 @@ assert not any(name.startswith("kernels") for name in sys.modules)
 def test_everything_imports_and_samples_without_kernels():
     done = subprocess.run([sys.executable, "-c", GROUND], cwd=ROOT, capture_output=True, text=True)
     assert done.stdout.count("torch.Size") == 6, done.stderr[-2000:]
-
-
-def test_only_tests_marked_fast_may_import_the_upper_floor():
-    """Every other CPU test runs while `ground` of conftest.py hides these modules."""
-    for name in ("kernels", "kernels.block", "rollout.lmdeploy"):
-        with pytest.raises(ModuleNotFoundError, match="No module named"):
-            importlib.import_module(name)
 
 
 # --- weights --------------------------------------------------------------------------------------
@@ -90,13 +82,14 @@ def test_room_is_made_for_updates_that_need_it(monkeypatch):
     monkeypatch.setattr("rollout.engine.cuda_bytes", lambda: 100)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: peak)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: held["cache"])
-    updates = (60, 20, 40), (60, 20, 40), (50, 29, 30), (60, 20, 50), (40, 38, 40), (60, 38, 40)
-    for update, held["cache"], row in updates:
+    monkeypatch.setattr("rollout.engine.unused_by_graphs", lambda: 6)
+    updates = [(60, 20, 40), (60, 20, 40), (50, 23, 30), (60, 20, 50), (40, 38, 40), (60, 38, 40)]
+    for update, held["cache"], row in [*updates, (20, 5, 40)]:
         engine.generate([[3] * (row - 4)], gen_length=4)
         engine.make_room()
         found.append(held["cache"] == 0)
         peak = max(peak, update + held["cache"])
-    assert found == [1, 0, 0, 1, 1, 1]
+    assert found == [1, 0, 0, 1, 1, 1, 1]
 
 
 @pytest.mark.parametrize("name", ["tiny-sdar", "tiny-dream"])
@@ -194,29 +187,14 @@ def test_text_and_describe():
 
 
 def test_draw():
-    """Each token over the step that revealed it; the grid starts with the prompt; whole blocks."""
+    """Each scored token over the step that revealed it; the grid starts with the prompt."""
     tokenizer, steps = byte_tokenizer(), [[11, 0, 3, 1, 2]]
-    trace = trace_of([[97, 98, 256, 10, 100]], [3], prompts=[[258, 104, 259]], steps=steps)
+    trace = trace_of([[97, 98, 10, 256, 100]], [4], prompts=[[258, 104, 259]], steps=steps)
     assert [line.rstrip() for line in trace.draw(0, tokenizer).splitlines()] == [
         "prompt   <|user|>h<|assistant|>",
-        r"tokens   a  | b <|endoftext|> \n d",
-        "step     12   1 4             2  3",
+        r"tokens   a  | b \n <|endoftext|>",
+        "step     12   1 4  2",
     ]
-
-
-def test_concatenate_pads_to_the_widest():
-    a = trace_of([[97, 98, 256, 99]], [3])
-    b = trace_of([[1, 2, 3, 4, 5, 6], [4, 5, 6, 256]], [6, 4], prompts=[[7], [8, 9]])
-    both = concatenate([a, b], 255)
-    assert both.prompt_ids == [*a.prompt_ids, [7], [8, 9]]
-    assert both.completion_ids[0].tolist() == [97, 98, 256, 99, 255, 255]
-    assert both.completion_mask[0].tolist() == [True] * 3 + [False] * 3
-    assert both.step_map[0].tolist() == [0, 1, 2, 3, -1, -1] and both.logps[0, 4:].tolist() == [
-        0,
-        0,
-    ]
-    assert torch.equal(both.completion_ids[1:], b.completion_ids)
-    assert both.num_forwards.tolist() == [8, 12, 8]
 
 
 def test_rollout_metrics(monkeypatch):

@@ -86,7 +86,7 @@ def test_the_kernels_draw_the_same():
         u = keyed_uniform(9, torch.arange(64))
         for temperature in (0, 0.3, 1.0):
             tokens, logps, entropy = (
-                x.cpu() for x in sample_fused(logits.cuda(), u.cuda(), temperature, True)
+                x.cpu() for x in sample_fused(logits.cuda(), u.cuda(), temperature)
             )
             p = (logits.double() / (temperature or 1)).softmax(-1)
             torch.testing.assert_close(

@@ -67,17 +67,19 @@ def every_path(model, rule):
         # a block's second step has one mask at most
         return digits[sample, 2 + 3 * block + (offset % 2 if step == 0 else 2)].double()
 
-    def draw(logits, digit, temperature, entropy):
+    def draw(logits, digit, temperature):
         logps, tokens = (logits / temperature).log_softmax(-1), digit.long()
-        more = [torch.special.entr(logps.exp()).sum(-1)] if entropy else []
-        return tokens, logps.gather(1, tokens[:, None])[:, 0], *more
+        entropies = torch.special.entr(logps.exp()).sum(-1)
+        return tokens, logps.gather(1, tokens[:, None])[:, 0], entropies
 
     engine = make_engine(model, max_batch_size=samples)
-    engine.keyed_uniform, engine.sample_categorical = digit, draw
-    return engine.generate(
-        [PROMPT], num_samples=samples, gen_length=4, block_length=2, denoising_steps=2,
-        temperature=T, remasking=rule, confidence_threshold=0.5, records="draws",
-    )  # fmt: skip
+    engine.sample_categorical = draw
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("rollout.engine.keyed_uniform", digit)
+        return engine.generate(
+            [PROMPT], num_samples=samples, gen_length=4, block_length=2, denoising_steps=2,
+            temperature=T, remasking=rule, confidence_threshold=0.5, records="draws",
+        )  # fmt: skip
 
 
 CASES = [("sdar", rule) for rule in REMASKING]
