@@ -133,7 +133,8 @@ def test_an_engines_copy_computes_what_the_plain_model_does(family, adapters):
         return model.hidden(ids, at, make_attend(visibility))
 
     plain, other, fast = model_of(0), model_of(1), model_of(0, is_fast=True)
-    limit = {torch.bfloat16: 0.1, torch.float32: 1e-5}[dtype]  # a tie of experts may go either way
+    ties = any("experts" in name for name, _ in plain.named_modules())  # may go either way
+    limit = {torch.bfloat16: 0.1 if ties else 0.06, torch.float32: 1e-5}[dtype]
     assert error(hidden(fast), hidden(plain)) < limit
     if adapters == "some":
         sync_engine(SimpleNamespace(model=fast, release=list), other, whole=True)
