@@ -7,12 +7,15 @@ resumed, what failed is tried again. A line of the table is one command, or many
 
     method = ["d1", "bgpo"]
     rate = [1e-6, 3e-6]
+    f = {d1 = "", bgpo = "--mc-num 4"}
 
     [runs]     # name = "number of GPUs, script, its flags but --out"
     sft = "4 algos/sft.py --data rows.jsonl --max-steps 300"
-    "rates-{method}-{rate}" = "1 algos/{method}.py --model @sft --learning-rate {rate}"
-    "test-{method}-{rate}" = "1 evals/run.py --model @rates-{method}-{rate} --tasks gsm8k"
+    "{method}-{rate}" = "1 algos/{method}.py --model @sft {{f[{method}]}} --learning-rate {rate}"
+    "test-{method}-{rate}" = "1 evals/run.py --model @{method}-{rate} --tasks gsm8k"
 
+--part names another section than [runs]. A word in a name stands for each of its values. Double
+braces are filled in last.
 @NAME is what that run leaves: its last weights, or whatever stands at its --out. It comes first,
 and is run again where that is gone. Directories that no other run waits for are deleted.
 Ctrl-C or SIGTERM, as of `timeout 20m`, ends all scripts once their step is done and saved.
@@ -40,22 +43,30 @@ from distributed.disk import hold, read_json
 from run.log import describe_git
 
 # metrics of a row, as they are logged
-CURVES = "eval/|test/|error/|mismatch/|reward/mean|completion/|tokens_per_forward|time/"
-CURVES += "|policy/|optim/grad_norm|memory/"
+CURVES = "eval/|test/|error/|problems/|mismatch/|reward/mean|completion/|tokens_per_forward|time/"
+CURVES += "|policy/|optim/grad_norm|memory/|speed/"
 # What a run says, whatever its exit status then: if it is dead, or had ended before; if it was
 # stopped; last, stopped or not, when all is written.
 OVER, STOPPED = "stopped: for [0-9]+ steps|the run is finished", "go on with --resume"
 WRITTEN = " s; report: "
 
 
-def read_table(path):
-    """-> {name: command}"""
-    words, runs = tomllib.loads(path.read_text()), {}
-    for name, command in words.pop("runs").items():
-        varied = re.findall(r"{(\w+)}", name)
-        for values in product(*map(words.get, varied)):
-            chosen = words | dict(zip(varied, values, strict=True))
-            runs[name.format(**chosen)] = command.format(**chosen)
+def read_table(path, part="runs"):
+    """-> {name: command} of a section. SystemExit says what is wrong with it."""
+    runs = {}
+    try:
+        words = tomllib.loads(path.read_text())
+        for name, command in words.pop(part).items():
+            varied = re.findall(r"{(\w+)}", name)
+            for values in product(*(words[word] + [] for word in varied)):  # lists
+                chosen = words | dict(zip(varied, values, strict=True))
+                runs[name.format(**chosen)] = command.format(**chosen).format(**words)
+        for command in runs.values():
+            int(command.split()[0])
+    except Exception as error:
+        raise SystemExit(f"{path} [{part}]: {error!r}") from error
+    if unknown := needs(" ".join(runs.values())) - runs.keys():
+        raise SystemExit(f"{path} [{part}]: no run {', '.join(unknown)}")
     return runs
 
 
@@ -114,15 +125,16 @@ def row_of(folder):
     return row
 
 
-def main(table: Path, /, out: Path, gpus: list[str]):
+def main(table: Path, /, out: Path, gpus: list[str], part: str = "runs"):
     """Run a table of commands: see the head of bench/runs.py.
 
     Args:
         table: .toml
         out: rows.jsonl, NAME.log of each run, and its directory until it is deleted
         gpus: 0 0 1 1: two runs share a GPU; where there is none, four are at work together
+        part: section of the table
     """
-    runs, busy = read_table(table), {}
+    runs, busy = read_table(table, part), {}
     out.mkdir(parents=True, exist_ok=True)
     hold(out)
     done = [row["run"] for _, row in read_lines(out / "rows.jsonl")]

@@ -2,6 +2,7 @@
 
     python run/compare.py runs/bgpo-*         runs whose flags differ only in the seed are a group
     python run/compare.py runs/sft-* --metric loss/total
+    python run/compare.py rows.jsonl          the training runs of a table (bench/runs.py)
 
 A score is the last one of a run; of what is logged at every step the mean over the last 20 steps
 counts. A difference is that to the first group: where both groups have two or more seeds in common,
@@ -10,7 +11,9 @@ difference of the means, with Welch's standard error. Curves are means over the 
 reached a step and over the 20 steps before it, of scores over the seeds alone; dots: single steps.
 """
 
+import io
 import sys
+from itertools import chain
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -20,6 +23,7 @@ import distributed.start  # noqa: F401
 import numpy as np
 import pandas as pd
 
+from data.rows import read_lines
 from distributed.disk import read_json
 from evals.report import is_score, read_rows
 
@@ -31,9 +35,17 @@ TRAINED = "time/update", "speed/tokens_per_s"  # keys of every training step
 LINES = 6  # of a panel
 
 
-def read_runs(folders):
-    """folders: directories of runs -> a frame of the rows of metrics.jsonl and UNITS, with the
-    index group, seed, row
+def recorded(path):
+    """-> [(place, config, metrics)] of a directory of a run, or of a file of rows"""
+    if path.is_dir():
+        return [(path, read_json(path / "config.json"), pd.DataFrame(read_rows(path), dtype=float))]
+    rows = [row for _, row in read_lines(path) if "curves" in row]
+    return [(row["name"], row["config"], pd.read_csv(io.StringIO(row["curves"]))) for row in rows]
+
+
+def read_runs(paths):
+    """paths: of `recorded` -> a frame of the rows of metrics.jsonl and UNITS, with the index
+    group, seed, row
 
     A group is named by its script and the first flags that tell it from others of that script;
     code: checksums of the script's files. Prints all that differ, and which directories are left
@@ -41,14 +53,12 @@ def read_runs(folders):
     SystemExit if none is left, or if two runs of a group have the same seed.
     """
     runs, told = [], []
-    for folder in map(Path, folders):
-        config = read_json(folder / "config.json")
-        rows = pd.DataFrame(read_rows(folder), dtype=float)
+    for place, config, rows in chain(*map(recorded, map(Path, paths))):
         if {*TRAINED} <= {*rows}:
             runs.append(with_units(rows))
             told.append({"script": config["script"], "code": config.get("code")} | config["args"])
         else:
-            print(f"left out, as metrics.jsonl has no whole training step: {folder}")
+            print(f"left out, as metrics.jsonl has no whole training step: {place}")
     if not runs:
         raise SystemExit("no run to compare")
     # a terminal obeys escape sequences
@@ -140,7 +150,7 @@ def main(runs: tuple[str, ...], /, metric: str = "", out: str = "compare.png"):
     """Compare runs: a table, and curves over rollouts, tokens and seconds.
 
     Args:
-        runs: directories of runs
+        runs: directories of runs, or rows.jsonl of bench/runs.py
         metric: key of metrics.jsonl; empty: held-out scores, else the mean reward
         out: file of the curves, in the current directory
     """
