@@ -24,8 +24,8 @@ def holm(p):
 
 def show(title, found, free=10**9):
     """found: frame with points and error; free: degrees of freedom of the errors"""
-    drawn = np.abs(np.random.default_rng(0).standard_t(free, 1_000_000))
-    p = (found["points"] / found["error"]).abs().map(lambda ratio: (drawn > ratio).mean())
+    drawn = np.random.default_rng(0).standard_t(free, 1_000_000) ** 2
+    p = ((found["points"] / found["error"]) ** 2).map(lambda ratio: (drawn > ratio).mean())
     print(title, found.assign(holm=holm(p)).round(3).to_string(), sep="\n")
 
 

@@ -13,7 +13,6 @@ reached a step and over the 20 steps before it, of scores over the seeds alone; 
 
 import io
 import sys
-from itertools import chain
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -39,8 +38,11 @@ def recorded(path):
     """-> [(place, config, metrics)] of a directory of a run, or of a file of rows"""
     if path.is_dir():
         return [(path, read_json(path / "config.json"), pd.DataFrame(read_rows(path), dtype=float))]
-    rows = [row for _, row in read_lines(path) if "curves" in row]
-    return [(row["name"], row["config"], pd.read_csv(io.StringIO(row["curves"]))) for row in rows]
+    return [
+        (row["name"], row["config"], pd.read_csv(io.StringIO(row["curves"])))
+        for _, row in read_lines(path)
+        if "curves" in row
+    ]
 
 
 def read_runs(paths):
@@ -53,7 +55,7 @@ def read_runs(paths):
     SystemExit if none is left, or if two runs of a group have the same seed.
     """
     runs, told = [], []
-    for place, config, rows in chain(*map(recorded, map(Path, paths))):
+    for place, config, rows in sum(map(recorded, map(Path, paths)), []):
         if {*TRAINED} <= {*rows}:
             runs.append(with_units(rows))
             told.append({"script": config["script"], "code": config.get("code")} | config["args"])

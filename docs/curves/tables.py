@@ -40,6 +40,6 @@ rows["mismatch"] = rows["points"].map(lambda at: abs(at["entropy"][0] - at["surp
 mismatch = rows[rows["variant"] == ""].pivot_table("mismatch", "method", PAIR)
 rows = pd.read_json(FOLDER / "alignment.jsonl", lines=True)
 rows = rows.query("temperature == 1 and exact_at == 1 and error < 0.4")
-cosine = rows.pivot_table("cosine", "method", PAIR)
-for name, values in ("low mismatch at the start", -mismatch), ("cosine", cosine):
-    print(name, *(rank_correlation(values, gain, of) for of in (0 * kinds, kinds)))
+for values in -mismatch, rows.pivot_table("cosine", "method", PAIR):
+    # with the gain: of a low mismatch at the start, then of the cosine
+    print("gain", *(rank_correlation(values, gain, of) for of in (0 * kinds, kinds)))
