@@ -7,7 +7,6 @@ correction is over the pairs given, which are the claims that were written down 
 over all where none is given.
 """
 
-import sys
 from itertools import combinations
 
 import numpy as np
@@ -66,7 +65,13 @@ def rank_correlation(x, y, kinds):
     return found, np.greater([found, *drawn], found - 1e-9).mean()
 
 
-def main(path, *claims):
+def main(path: str, claims: tuple[str, ...] = (), /):
+    """Differences between the methods of a file of rows: see the head of bench/significance.py.
+
+    Args:
+        path: rows.jsonl
+        claims: METHOD,OTHER as a table without claims names them
+    """
     rows = pd.read_json(path, lines=True)
     rows[["task", *RUN]] = rows["name"].str.split(".", expand=True)
     for task, mine in rows.dropna(subset=RUN).set_index(RUN).groupby("task"):
@@ -76,4 +81,6 @@ def main(path, *claims):
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    import tyro
+
+    tyro.cli(main)
