@@ -267,7 +267,7 @@ def values_for(asked, by_size):
 def saved_flags(directory):
     """-> {field: value} of the run of this script in `directory`"""
     config, script = read_json(directory / "config.json"), Path(sys.argv[0]).stem
-    if (other := config.get("script")) != script:
+    if (other := config.get("script", "evals/run")) != script:
         raise SystemExit(f"--resume {directory} is a run of {other}.py, not of {script}.py")
     return config["args"]
 
