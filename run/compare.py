@@ -36,7 +36,7 @@ LINES = 6  # of a panel
 
 def recorded(path):
     """-> [(place, config, metrics)] of a directory of a run, or of a file of rows"""
-    if path.is_dir():
+    if path.suffix != ".jsonl":
         return [(path, read_json(path / "config.json"), pd.DataFrame(read_rows(path), dtype=float))]
     return [
         (row["name"], row["config"], pd.read_csv(io.StringIO(row["curves"])))
