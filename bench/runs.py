@@ -14,10 +14,10 @@ resumed, what failed is tried again. A line of the table is one command, or many
     "{method}-{rate}" = "1 algos/{method}.py --model @sft {{f[{method}]}} --learning-rate {rate}"
     "test-{method}-{rate}" = "1 evals/run.py --model @{method}-{rate} --tasks gsm8k"
 
---part names another section than [runs]. A word in a name stands for each of its values. Double
-braces are filled in last.
-@NAME is what that run leaves: its last weights, or whatever stands at its --out. It comes first,
-and is run again where that is gone. Directories that no other run waits for are deleted.
+--part names another section than [runs]. A word in a name stands for each of its list;
+{{f[{method}]}} is the method's entry of f. @NAME is what that run leaves: its last weights, or
+whatever stands at its --out. It comes first, and is run again where that is gone. Directories that
+no other run waits for are deleted.
 Ctrl-C or SIGTERM, as of `timeout 20m`, ends all scripts once their step is done and saved.
 """
 
