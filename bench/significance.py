@@ -24,8 +24,9 @@ def holm(p):
 def show(title, found, free=10**9):
     """found: frame with points and error; free: degrees of freedom of the errors"""
     drawn = np.random.default_rng(0).standard_t(free, 1_000_000) ** 2
-    p = ((found["points"] / found["error"]) ** 2).map(lambda ratio: (drawn > ratio).mean())
-    print(title, found.assign(holm=holm(p)).round(3).to_string(), sep="\n")
+    # 1 where all runs are equal, 0 / 0
+    p = 1 - ((found.points / found.error) ** 2).map(lambda ratio: (drawn <= ratio).mean())
+    print(title, found.assign(holm=holm(p)).to_string(), sep="\n")
 
 
 def differences(scores):
@@ -78,7 +79,7 @@ def main(path: str, claims: tuple[str, ...] = (), /):
     for task, mine in rows.dropna(subset=RUN).set_index(RUN).groupby("task"):
         found, free = differences(mine["scores"].str[0].str["each"].apply(pd.Series))
         some = [tuple(claim.split(",")) for claim in claims] or found.index
-        show(task, found.loc[some], free)
+        show(task, found.loc[some], free) if free > 0 else print(f"{task} has too few runs")
 
 
 if __name__ == "__main__":

@@ -33,13 +33,13 @@ for variant in end.index.unique("variant"):
 
 gain = (end - start)[""].unstack(PAIR)
 kinds = gain.index.isin(ON_STATES)
-for tasks in ["countdown", "sudoku"], "countdown", "sudoku":
+for tasks in ["countdown", "sudoku"], "countdown", "sudoku":  # states of the rollout and the gain
     some = gain.loc[:, (slice(None), tasks)]
-    print("states", tasks, rank_correlation(some * 0 + kinds[:, None], some, 0 * kinds))
+    print(tasks, rank_correlation(some * 0 + kinds[:, None], some, 0 * kinds))
 rows["mismatch"] = rows["points"].map(lambda at: abs(at["entropy"][0] - at["surprisal"][0]))
 mismatch = rows[rows["variant"] == ""].pivot_table("mismatch", "method", PAIR)
 rows = pd.read_json(FOLDER / "alignment.jsonl", lines=True)
 rows = rows.query("temperature == 1 and exact_at == 1 and error < 0.4")
 for values in -mismatch, rows.pivot_table("cosine", "method", PAIR):
     # with the gain: of a low mismatch at the start, then of the cosine
-    print("gain", *(rank_correlation(values, gain, of) for of in (0 * kinds, kinds)))
+    print(*(rank_correlation(values, gain, of) for of in (0 * kinds, kinds)))
