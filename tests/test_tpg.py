@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 from oracles import changed, few_tokens, gradient, relative, tiny_model
-from test_samplers import naive_rule, naive_score
+from test_samplers import exact_distribution
 
 from algos import tpg
 from rollout import make_engine
@@ -24,33 +24,6 @@ def reward(completion):
     """Any function of the tokens up to the EOS."""
     ids = itertools.takewhile(lambda token: token != EOS, completion)
     return math.sin(sum(4**k * (token + 1) for k, token in enumerate(ids)))
-
-
-def expected_reward(model, rule):
-    """With its graph: every draw at every mask of two blocks of two tokens, a step for each."""
-    states = list(itertools.product(range(4), repeat=4))
-    logits = model.logits(torch.tensor([PROMPT + list(state) for state in states]))[:, 4:, :MASK]
-    p_of = dict(zip(states, (logits / T).softmax(-1), strict=True))
-    now = {(MASK,) * 4: 1.0}
-    for block in (0, 0, 2, 2):
-        later = {}
-        for state, chance in now.items():
-            masked, p = [j for j in (block, block + 1) if state[j] == MASK], p_of[state]
-            for draw in itertools.product(range(3), repeat=len(masked)):
-                token = dict(zip(masked, draw, strict=True))
-                scores = {
-                    j: naive_score(rule, p[j].tolist(), p[j, v].log().item(), 0)
-                    for j, v in token.items()
-                }
-                choices = [naive_rule(scores, masked, 1, rule, 0.5, 0, 0)]
-                if rule == "random":
-                    choices = [[j] for j in masked] or [[]]
-                share = chance * math.prod(p[j, v] for j, v in token.items()) / len(choices)
-                for chosen in choices:
-                    new = tuple(token[j] if j in chosen else state[j] for j in range(4))
-                    later[new] = later.get(new, 0.0) + share
-        now = later
-    return sum(chance * reward(state) for state, chance in now.items())
 
 
 def every_path(model, rule):
@@ -100,7 +73,9 @@ def test_the_expected_gradient_is_that_of_the_expected_reward(family, rule):
     logps, scored = tpg.draw_logps(model, rows), rows.weights != 0
     # sample i stands for a share 3^-draws of the paths
     rows.advantages *= ((logps + math.log(3)) * scored).sum((1, 2)).exp().detach()
-    want = gradient(model, expected_reward(model, rule))
+    steps = [(range(2), 1)] * 2 + [(range(2, 4), 1)] * 2  # a token each, of two blocks
+    chances = exact_distribution(model, PROMPT, steps, rule, 0.5, T)
+    want = gradient(model, sum(chance * reward(ids) for ids, chance in chances.items()))
 
     def error(rows):
         loss, _ = tpg.policy_loss(logps, logps.detach(), None, rows, args)
