@@ -11,9 +11,9 @@ from oracles import (
     PROMPTS,
     RELEASED,
     gradient,
+    log_p_of,
     made_batch,
     relative,
-    row_logps,
     tilted,
     tiny_model,
     updated,
@@ -63,13 +63,13 @@ def test_an_update_is_that_of_the_full_graph(family, masks):
     """Loss and gradient in fp64, all logits at once, in micro-batches of any size."""
     model = tiny_model(family)
     args, rows = rolled(model, masks)
-    loss = 0.0
+    loss, clean, valid = 0.0, rows.input_ids, rows.valid_mask
+    noisy, L = torch.where(rows.masked, MASK, clean[:, None]), rows.weights.shape[2]
+    whole = [log_p_of(model, clean, noisy, valid, T)[:, :, -L:] for T in (1.0, 0.5)]
     for r, k in torch.cartesian_prod(torch.arange(3), torch.arange(2)).tolist():
-        valid = rows.valid_mask[r]
-        clean, at = rows.input_ids[r][valid], rows.weights[r, k][valid[rows.batch.P :]] > 0
-        noisy, n = torch.where(rows.masked[r, k][valid], MASK, clean), len(at)
-        log_p, log_q = (row_logps(model, clean, noisy, T)[-n:][at] for T in (1.0, 0.5))
-        targets = clean[-n:][at]
+        at = rows.weights[r, k] > 0
+        log_p, log_q = (values[r, k, at] for values in whole)
+        targets = clean[r, -L:][at]
         entropies = -(log_q.exp() * log_q.clamp(min=-1e9)).sum(1)[log_p.argmax(1) == targets]
         if at.any():
             loss = loss - log_p.gather(1, targets[:, None]).mean() / 3
