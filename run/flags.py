@@ -13,7 +13,7 @@ from typing import Literal, get_args, get_type_hints
 
 from data.rows import whole_path
 from distributed.disk import read_json
-from models import is_tiny, sampling_facts
+from models import is_tiny, sampling_facts, whole_name
 
 # tasks whose own problems have prompts without words, for the tiny models -> the preset with words
 WORDED = {"countdown": "cd3", "sudoku": "sudoku4-tags"}
@@ -154,6 +154,7 @@ class RunFlags:
             print_help(args, found)
             raise SystemExit(0)
         check_numbers(args)
+        args.model = whole_name(args.model)
         before, now = json.loads(json.dumps([vars(cls()) | first, vars(args)]))
         cls.chosen = {name: now[name] for name in now if now[name] != before[name]}
         if asked.resume and (changed := cls.chosen.keys() - CHANGEABLE):

@@ -24,7 +24,7 @@ from oracles import tiny_model
 
 from algos import d1
 from distributed import disk
-from models import load_tokenizer
+from models import MODELS, load_tokenizer
 from run import log as runlog
 from run.flags import RolloutFlags, RunFlags
 from run.log import RunLog
@@ -241,7 +241,12 @@ def test_resume_takes_the_flags_of_the_run(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     had = {"learning_rate": 5e-4, "lora_targets": ("q_proj",), "seed": 7, "betas": (0.8, 0.95)}
     had |= {"task": f"{tmp_path}/mine.py", "out": "", "compile": False, "micro_batch_size": 8}
-    had |= {"data": f"{tmp_path}/rows.jsonl@d1", "reward": f"{tmp_path}/mine.py:pay"}
+    Path("mymodel").symlink_to(MODELS["tiny-sdar"])
+    had |= {
+        "model": f"{tmp_path}/mymodel",
+        "data": f"{tmp_path}/rows.jsonl@d1",
+        "reward": f"{tmp_path}/mine.py:pay",
+    }
     for name in "mine.py", "rows.jsonl":
         Path(name).touch()
 
@@ -253,9 +258,8 @@ def test_resume_takes_the_flags_of_the_run(tmp_path, monkeypatch, capsys):
         return d1.Args.parse(d1.BY_SIZE)
 
     same = "--seed 7 --betas 0.8 0.95 --task mine.py --data rows.jsonl@d1 --reward mine.py:pay "
-    same = parse(
-        same + "--max-steps 50 --track --dead-steps 3 --reward-errors -1 --micro-batch-size 4"
-    )
+    same += "--model mymodel --max-steps 50 --track --dead-steps 3 --reward-errors -1 "
+    same = parse(same + "--micro-batch-size 4")
     more = {
         "max_steps": 50,
         "dead_steps": 3,
@@ -426,6 +430,7 @@ def test_a_run_that_is_stopped_goes_on_as_the_uninterrupted_one(
     assert all("lora_" in k or "param_groups" in k for k in held.state_dict_metadata)
     contents = lambda: {p: p.read_bytes() for p in directory.rglob("*") if p.is_file()}
     resume, files = ("--resume", directory), contents()
+    assert directory / "report.html" in files
     text = Run(tmp_path / "d1", 2, "algos/d1.py", *resume).finish(1)
     assert "is a run of bgpo.py, not of d1.py" in text and "Traceback" not in text
     assert contents() == files
