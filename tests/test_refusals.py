@@ -1,10 +1,9 @@
 """Commands that cannot work end before weights are read: with one line that names the fix, and no
-traceback. And the command line itself: its help, and what a start costs.
+traceback.
 """
 
 import json
 import os
-import re
 import runpy
 import sys
 from itertools import dropwhile
@@ -19,7 +18,6 @@ from golden_runs import load_few_problems
 from sync_shared import ONLINE
 
 import evals
-from algos import d1, sft
 from evals import own, rewards, sandbox
 from models import checkpoint
 
@@ -224,19 +222,3 @@ def test_what_reward_errors_counts(tmp_path, capsys):
     assert [part["reward"] for part in paid] == [0.5, -2, -2, 1, -2] and len(own.FAILED) == 3
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"counted as -2: {tmp_path}/own.py line 10; ZeroDivisionError")
-
-
-@pytest.mark.parametrize("module", [d1, sft])
-def test_help_lists_all_flags(monkeypatch, capsys, module):
-    """With the values of the --model asked for, which is not loaded."""
-    monkeypatch.setattr(checkpoint, "build_model", None)
-    monkeypatch.setattr(sys, "argv", ["algos/x.py", "--model", "tiny-llada2"])
-    args = module.Args.parse(module.BY_SIZE)
-    assert args.gen_length == 12
-    monkeypatch.setattr(sys, "argv", ["algos/x.py", "--help", "--model", "sdar-8b"])
-    with pytest.raises(SystemExit, match="^0$"):
-        module.Args.parse(module.BY_SIZE)
-    shown = capsys.readouterr().out
-    flags = re.findall("^  --(?:no-)?([a-z][a-z0-9-]+)", shown, re.M)
-    assert sorted(flag.replace("-", "_") for flag in flags) == sorted(vars(args))
-    assert f"--learning-rate {module.Args.learning_rate}" in shown and "--model sdar-8b" in shown

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from oracles import CONFIGS as SMALL_CONFIGS
 from oracles import (
     TINY_DREAM,
     TINY_LLADA,
@@ -42,24 +43,15 @@ from rollout.probe import replay_logps
 from rollout.schedules import block_quotas, eoser_weight, reveal_quota, reveal_shares
 
 V, M, EOS, PAD = 20, 19, (1, 2), 0
-SMALL = TINY_SDAR | {"vocab_size": V, "hidden_size": 32, "intermediate_size": 48, "head_dim": 16}
-SMALL |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
-SMALL |= {"mask_token_id": M, "eos_token_id": 1, "pad_token_id": PAD}
-LLADA2 = TINY_LLADA2 | {"vocab_size": V, "hidden_size": 32, "intermediate_size": 48}
-LLADA = TINY_LLADA | {"vocab_size": V, "embedding_size": V, "d_model": 32, "mlp_hidden_size": 48}
-DREAM = TINY_DREAM | {"vocab_size": V, "hidden_size": 32, "intermediate_size": 48}
-LLADA_MOE = TINY_LLADA_MOE | {"vocab_size": V, "hidden_size": 32, "expert_intermediate_size": 16}
-SIZES = {
-    "sdar": SMALL,
-    "sdar in ones": SMALL | {"block_size": 1},
-    "sdar in threes": SMALL | {"block_size": 3},
-    "sdar in eights": SMALL | {"block_size": 8},
-    "moe": TINY_SDAR_MOE,
-    "llada2": LLADA2 | {"mask_token_id": M, "eos_token_id": 1, "pad_token_id": PAD},
-    "llada": LLADA | {"n_layers": 2, "mask_token_id": M},
-    "dream": DREAM | {"num_hidden_layers": 2, "mask_token_id": M},
-    "llada-moe": LLADA_MOE | {"mask_token_id": M, "eos_token_id": 1, "pad_token_id": PAD},
-}
+IDS = {"vocab_size": V, "mask_token_id": M, "eos_token_id": 1, "pad_token_id": PAD}
+SIZES = {family: config | IDS for family, config in SMALL_CONFIGS.items()}
+SIZES["llada"] |= {"embedding_size": V}
+SIZES["llada-moe"] = TINY_LLADA_MOE | IDS | {"hidden_size": 32, "expert_intermediate_size": 16}
+for family in "sdar", "dream":
+    SIZES[family] |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+SMALL = SIZES["sdar"]
+for name, n in ("ones", 1), ("threes", 3), ("eights", 8):
+    SIZES[f"sdar in {name}"] = SMALL | {"block_size": n}
 OPTIONS = dict(num_samples=3, gen_length=13, denoising_steps=3, confidence_threshold=0.5, seed=4)
 NAMES = ("completion_ids", "completion_mask", "canvas_length", "step_map", "replay_map")
 
@@ -597,14 +589,12 @@ def test_top_p_of_bf16_logits_is_that_of_their_exact_probabilities(temperature):
     assert ((p * (p > weakest)).sum(-1) < 0.95 + 1e-5).all()
 
 
-@pytest.mark.parametrize("bad, temperature", [(math.nan, 1.0), (math.inf, 0)])
-@pytest.mark.parametrize("family", ["sdar", "llada"])
-def test_broken_logits_stop_the_rollout(family, bad, temperature):
-    engine = make_engine(model_of(SIZES[family]))
+def test_broken_logits_stop_the_rollout():
+    engine = make_engine(model_of())
     with torch.no_grad():
-        engine.model.lm_head.weight[6] = bad
+        engine.model.lm_head.weight[6] = math.nan
     with pytest.raises(SystemExit, match=r"not finite at samples \[7"):
-        engine.generate([[3, 4]], temperature=temperature, gen_length=8, sample_offset=7)
+        engine.generate([[3, 4]], gen_length=8, sample_offset=7)
 
 
 # --- exact distributions --------------------------------------------------------------------------
