@@ -115,6 +115,10 @@ REFUSALS = {
     "algos/sft.py --foo": "try --help",
     "algos/bgpo.py --confidence-threshold 0.5": "does nothing with --remasking low_confidence_st",
     "algos/mdpo.py --remasking rcr --confidence-threshold 0.5": "does nothing with --remasking rcr",
+    "algos/d1.py --lora-alpha 16": "--lora-alpha does nothing with --lora-rank 0",
+    "algos/d1.py --num-iterations 1 --epsilon 0.1": "--epsilon does nothing with --num-iterations 1",
+    "algos/espo.py --beta 0 --ref-mixup 0.5": "--ref-mixup does nothing with --beta 0.0",
+    "algos/tracerl.py --lam 0.9": "--lam does nothing with --value-model False",
     "algos/sft.py --schedule-steps 9": "--schedule-steps does nothing with --lr-schedule constant",
     "algos/sft.py --plan 1x4090": "--plan 1x4090: use 1x24 to 8x24 (GB), or 1x one of A100-40, A10",
     # numbers
