@@ -3,7 +3,6 @@
 import os
 import re
 import shlex
-import sys
 from importlib import import_module
 from pathlib import Path
 from string import Template
@@ -12,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import tyro
+from golden_runs import parsed
 from readme_table import readme_with_table
 
 from evals import load_task, score_all
@@ -161,8 +161,7 @@ def test_recipes_parse_and_fit_the_gpus_that_they_name(monkeypatch):
     for command, ranks in rows:
         words, machine["ranks"] = shlex.split(Template(command).substitute(names)), int(ranks)
         script = import_module(words[0][:-3].replace("/", "."))
-        monkeypatch.setattr(sys, "argv", words)
-        args = script.Args.parse(script.BY_SIZE)
+        args = parsed(Path(words[0]).stem, *words[1:])
         kind = args.model, args.lora_rank, args.lora_targets
         if kind not in networks:
             networks[kind] = script.build_policy(torch.device("cuda"), args)

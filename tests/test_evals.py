@@ -20,7 +20,6 @@ import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
 from algos import tracerl
 from data.planning import stable_hash
 from data.rows import read_rows

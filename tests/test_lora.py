@@ -125,12 +125,6 @@ def test_adapters_go_on_the_linear_layers_of_blocks(family):
         assert value.requires_grad == (value.grad is not None) == (".lora_" in name)
 
 
-@pytest.mark.parametrize("targets", [["q_proj", "W_pack"], ["self_attn.q_proj"]])
-def test_a_target_that_matches_nothing_is_named(targets):
-    with exits_with_one_line("--lora-targets", targets[-1], "q_proj"):
-        add_lora(model_of(TINY_SDAR), RANK, ALPHA, targets)
-
-
 # --- files ---------------------------------------------------------------------------------------
 
 

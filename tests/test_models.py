@@ -239,7 +239,7 @@ def test_norms_round_where_the_official_code_does(round_first):
 # --- log-probabilities ---------------------------------------------------------------------------
 
 
-def ragged(lengths, side="left", T=None, seed=0):
+def ragged(lengths, side="left", T=None, seed=0, mask=MASK):
     """Rows of random ids, about half of them noised in each of three copies -> clean, noisy, score
     (noised places; none in one or two copies of a row), valid
     """
@@ -249,9 +249,9 @@ def ragged(lengths, side="left", T=None, seed=0):
         first = {"left": T - length, "right": 0, "middle": (T - length) // 2}.get(side)
         scattered = torch.randperm(T, generator=generator)[:length]
         row[scattered if first is None else torch.arange(first, first + length)] = True
-    clean = torch.randint(2, MASK, valid.shape, generator=generator) * valid
+    clean = torch.randint(2, mask, valid.shape, generator=generator) * valid
     score = (torch.rand(len(valid), 3, T, generator=generator) < 0.5) & valid[:, None]
-    noisy = torch.where(score, MASK, clean[:, None])
+    noisy = torch.where(score, mask, clean[:, None])
     score[::2, 1], score[1, :2] = False, False
     return clean, noisy, score, valid
 

@@ -26,6 +26,8 @@ ALGO = "--max-steps 1 --eval-limit 0"
 TASK = "algos/d1.py --task TMP/task.py"
 MASTER = "MASTER_ADDR=localhost MASTER_PORT=0"
 ROWS = "--task gsm8k --data TMP/rows.jsonl"
+TINY = "--model tiny-sdar"
+EVAL = f"evals/run.py --tasks countdown {TINY}"
 # rewards that fail
 OWN = {
     "own.py:raises": "own.py line 2; ZeroDivisionError('division by zero'); '```python\\npass\\n",
@@ -116,11 +118,29 @@ REFUSALS = {
     "algos/bgpo.py --confidence-threshold 0.5": "does nothing with --remasking low_confidence_st",
     "algos/mdpo.py --remasking rcr --confidence-threshold 0.5": "does nothing with --remasking rcr",
     "algos/d1.py --lora-alpha 16": "--lora-alpha does nothing with --lora-rank 0",
-    "algos/d1.py --num-iterations 1 --epsilon 0.1": "--epsilon does nothing with --num-iterations 1",
+    "algos/d1.py --num-iterations 1 --epsilon 0": "--epsilon does nothing with --num-iterations 1",
     "algos/espo.py --beta 0 --ref-mixup 0.5": "--ref-mixup does nothing with --beta 0.0",
     "algos/tracerl.py --lam 0.9": "--lam does nothing with --value-model False",
+    "algos/d1.py --lora-rank 4 --lora-targets q_proj W_pack": "--lora-targets W_pack match no",
+    "algos/sft.py --lora-rank 4 --lora-targets attn.q_proj": "there are down_proj, gate_proj",
     "algos/sft.py --schedule-steps 9": "--schedule-steps does nothing with --lr-schedule constant",
     "algos/sft.py --plan 1x4090": "--plan 1x4090: use 1x24 to 8x24 (GB), or 1x one of A100-40, A10",
+    # evaluations
+    "evals/run.py --model m": "give --tasks, such as",
+    "evals/run.py --model m --tasks countdown,nothing": "unknown task 'nothing': use one of",
+    "evals/run.py --model m --tasks countdown,sudoku --data cd3": "--data cd3: give TASK=SOURCE",
+    f"evals/run.py {TINY} --tasks qa,countdown --data qa=no.csv countdown=no.csv": "no.csv: no",
+    "evals/run.py --tasks countdown": "either --model (generate and score) or",
+    "evals/run.py --tasks countdown --model m --completions c": "either --model",
+    f"{EVAL} --reward gsm8k_d1": "does not fit countdown",
+    f"{EVAL} --data cd9": "presets: small, cd3, cd4",
+    f"{EVAL} --data TMP/empty.jsonl": "empty.jsonl: no problems",
+    f"evals/run.py --tasks gsm8k {TINY} --reward gsm8k_d1 --data TMP/rows.jsonl": "--data d1 asks",
+    "evals/run.py --tasks countdown --completions none.jsonl": "none.jsonl: no such file",
+    f"{EVAL} --likelihood": "countdown has no choices to compare",
+    f"{EVAL} --text TMP/rows.jsonl": "give --tasks, such as",
+    f"evals/run.py {TINY} --text none.txt": "none.txt --length 512: [Errno 2]",
+    f"evals/run.py {TINY} --text TMP/empty.jsonl": "empty.jsonl --length 512: maximum size",
     # numbers
     **{f"algos/{name}.py --temperature 0": "--temperature 0.0 must be from" for name in ONLINE},
     "algos/bgpo.py --num-generations 1": "--num-generations 1 must be from 2 to 2147483647",
@@ -198,6 +218,7 @@ def said(warm, tmp_path_factory):
         "own.py": REWARDS,
         "task.py": SCORE,
         "text.jsonl": '{"text": "a"}',
+        "empty.jsonl": "",
         "cut.py": "def pay(",
         "leaves.py": "import sys; sys.exit(0)",
         "lacks.py": "import lacking",

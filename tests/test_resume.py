@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from golden_runs import assert_same, free_port, load_few_problems, rows_of
+from golden_runs import assert_same, free_port, load_few_problems, parsed, rows_of
 from oracles import tiny_model
 
 from algos import d1
@@ -251,11 +251,9 @@ def test_resume_takes_the_flags_of_the_run(tmp_path, monkeypatch, capsys):
         Path(name).touch()
 
     def parse(flags, **args):
-        config = {"script": "x", "args": had | args}
+        config = {"script": "d1", "args": had | args}
         (tmp_path / "config.json").write_text(json.dumps(config))
-        command = ["algos/x.py", "--resume", str(tmp_path), *flags.split()]
-        monkeypatch.setattr(sys, "argv", command)
-        return d1.Args.parse(d1.BY_SIZE)
+        return parsed("d1", "--resume", tmp_path, *flags.split())
 
     same = "--seed 7 --betas 0.8 0.95 --task mine.py --data rows.jsonl@d1 --reward mine.py:pay "
     same += "--model mymodel --max-steps 50 --track --dead-steps 3 --reward-errors -1 "

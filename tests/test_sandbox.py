@@ -29,7 +29,6 @@ import numpy
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
 from evals import sandbox
 from evals.sandbox import Job, Result, SandboxError, in_threads, run
 from evals.sandbox_child import Unsupported, encode, revived
