@@ -18,6 +18,7 @@ from oracles import (
     tiny_model,
     updated,
 )
+from test_methods import is_uniform
 
 from algos import distill
 from data.own_samples import right_answers
@@ -101,8 +102,7 @@ def test_the_law_of_the_masks(masks, progress, block):
     assert work.max() == 1 and (rows.weights > 0).le(rows.masked[..., 2:]).all()
     assert (work.sum(1) == block).all() and not rows.masked[..., :2].any()
     picked = work.argmax(1) // block
-    shares = picked.bincount() / n
-    assert len(shares) == 12 // block and (shares * len(shares) - 1).abs().max() < 0.12
+    assert is_uniform(picked, 12 // block)
     behind = torch.arange(14) >= (picked[:, None] + 1) * block
     assert (rows.masked[..., 2:] & ~(rows.weights > 0) == behind[:, None]).all()
     number = rows.weights[:, 0].sum(1)

@@ -165,20 +165,12 @@ def test_rows_are_prepared_before_the_first_update(script):
         assert gaps[0] == 0 and gaps[1] < 1e-5 and gaps[2] > 1e-3
 
 
-@pytest.fixture
-def in_fp64(monkeypatch):
-    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
-
-
 @alone
 @pytest.mark.parametrize(
     "script, family",
     [p for p in PAIRS if p[0] in ("cj_grpo", "justgrpo", "tracerl", "tpg") and p[1] != "dream"],
 )
-def test_some_steps_are_all_on_average(in_fp64, script, family):
+def test_some_steps_are_all_on_average(script, family):
     """Mean of loss and gradient over all orders of the steps, of which the first two are scored; a
     sequence may have made fewer. Clip and KL active.
     """
@@ -201,7 +193,7 @@ def test_some_steps_are_all_on_average(in_fp64, script, family):
         scored, got = terms(train_steps=2)
         assert scored.max() == 2 and relative(got, want) > 0.01
         means.append(got)
-    assert relative(torch.stack(means).mean(0), want) < 1e-12
+    assert relative(torch.stack(means).mean(0), want) < 1e-5
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
