@@ -13,6 +13,7 @@ import torch
 import tyro
 from golden_runs import parsed
 from readme_table import readme_with_table
+from sync_shared import ROOT
 
 from evals import load_task, score_all
 from evals.rewards import REWARDS, load_reward, reward_names
@@ -23,7 +24,6 @@ from run import plan, problems
 from run.flags import RunFlags, check_numbers
 from run.problems import sampling_of
 
-ROOT = Path(__file__).parents[1]
 PAGES = ["README.md", "docs/**/*.md", "models/*/*.md"]
 PAGES = [page for pattern in PAGES for page in sorted(ROOT.glob(pattern))]
 METHODS = [page.stem for page in PAGES if page.parent.name == "algos"]

@@ -1,7 +1,6 @@
 """Every family on several ranks: sharded loading, modules that stay fp32, and all scripts."""
 
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -25,7 +24,7 @@ from models import (
 from models.tiny import TINY_CONFIGS, byte_tokenizer
 
 CONFIGS = TINY_CONFIGS | A2D
-ARGS = SimpleNamespace(activation_checkpointing=False, attention="auto", compile=False)
+ARGS = d1.Args()
 
 
 # --- loading -------------------------------------------------------------------------------------

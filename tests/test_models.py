@@ -538,7 +538,6 @@ REFUSED = [
     ("sdar", {"model_type": None, "script": "d1"}, "None; .* of a run.* checkpoints/"),
     ("a2d_block", {"block_size": None}, "block_size None; add block_size: 0"),
     ("a2d_block", {"shift": True}, "shift = true.*block_size = 0"),
-    ("a2d_block", {"rope_scaling": YARN}, "rope_yarn"),
     ("sdar", {"block_size": 0}, "block_size = 0: no int, 1 to"),
     ("sdar", {"rope_theta": math.nan}, "rope_theta = nan: no float"),
     ("sdar", {"tie_word_embeddings": "false"}, "tie_word_embeddings = 'false': no bool"),

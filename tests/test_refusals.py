@@ -8,20 +8,18 @@ import runpy
 import sys
 from itertools import dropwhile
 from multiprocessing import get_context
-from pathlib import Path
 from shutil import copytree, ignore_patterns
 from unittest.mock import patch
 
 import pytest
 import torch.distributed as dist
 from golden_runs import load_few_problems
-from sync_shared import ONLINE
+from sync_shared import ONLINE, ROOT
 
 import evals
 from evals import own, rewards, sandbox
 from models import checkpoint
 
-ROOT = Path(__file__).parents[1]
 ALGO = "--max-steps 1 --eval-limit 0"
 TASK = "algos/d1.py --task TMP/task.py"
 MASTER = "MASTER_ADDR=localhost MASTER_PORT=0"

@@ -7,7 +7,6 @@ import re
 import stat
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -21,10 +20,10 @@ from golden_runs import (
     run_script,
 )
 from safetensors.torch import load_file
+from sync_shared import ROOT
 from test_resume import Run
 from torch.multiprocessing import ProcessExitedException
 
-ROOT = Path(__file__).parents[1]
 RUNS = json.loads((GOLDEN / "runs.json").read_text())
 # experts, LoRA, a reference that moves, and the scripts that count over ranks themselves
 TWO_RANKS = "d1-dream bgpo-sdar-moe coupled_grpo-sdar dtreerpo-llada mdpo-llada tracerl-sdar "
