@@ -372,6 +372,8 @@ CASES += [
     for rule, post, how in itertools.product(REMASKING, (0, 3, 16), [{"temperature": 1.5}])
 ]
 MASKED = [{"remasking": rule} | DRAWS for rule in MaskedEngine.choices["remasking"][:8]]
+MASKED += [{"remasking": "rcr", "temperature": 0}]
+MASKED += [{"remasking": "random", "top_k": 4, "top_p": 0.8}]
 MASKED += [
     {"remasking": rule, "cache": cache, "temperature": temperature}
     for rule, cache in itertools.product(("low_confidence_dynamic", "rcr"), ("prefix", "dual"))
