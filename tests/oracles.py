@@ -368,6 +368,11 @@ RELEASED = json.loads((Path(__file__).parent / "golden/released.json").read_text
 TEXT = torch.tensor(RELEASED["text"])
 
 
+def codes_of(masks):
+    """A digit for each token of the draws of rows -> [R, K, T]"""
+    return torch.tensor([[[*map(int, draw)] for draw in rows] for rows in masks])
+
+
 def tilted(tilt=0.0, config=TINY_LLADA):
     """A tiny model; tilt: how far it is from the first."""
     model = random_model(config)

@@ -10,6 +10,7 @@ from oracles import (
     MASK,
     PROMPTS,
     RELEASED,
+    codes_of,
     gradient,
     log_p_of,
     made_batch,
@@ -35,7 +36,7 @@ GOLDEN, BLOCKS = RELEASED["distill"], {"random": (4, 4), "steps": (2, 6)}
 @pytest.mark.parametrize("row", GOLDEN["rows"], ids=lambda row: row["code"])
 def test_the_loss_is_that_of_the_released_code(row):
     """compute_loss of one answer after the other, the mask token left out as in ours."""
-    codes = torch.tensor([[[*map(int, draw)] for draw in rows] for rows in GOLDEN["masks"]])
+    codes = codes_of(GOLDEN["masks"])
     batch = made_batch(torch.tensor(GOLDEN["text"]), torch.ones(2, 12) > 0, mask=257)
     batch.advantages = torch.ones(2)
     rows = Rows(batch, codes > 0, codes[..., 6:] == 2).for_update(4, True, True)

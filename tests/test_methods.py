@@ -17,6 +17,7 @@ from oracles import (
     RELEASED,
     TEXT,
     OneBlock,
+    codes_of,
     estimates_of,
     exact_elbo,
     made_batch,
@@ -324,8 +325,7 @@ def test_a_tiny_llada_equals_the_released_code(row):
     """
     module = importlib.import_module(f"algos.{row['script']}")
     args = module.Args(num_generations=2, micro_batch_size=64, **row["flags"])
-    codes = torch.tensor([[[int(c) for c in draw] for draw in rows] for rows in row["masks"]])
-    c = torch.arange(12) < torch.tensor(row["lengths"])[:, None]
+    codes, c = codes_of(row["masks"]), torch.arange(12) < torch.tensor(row["lengths"])[:, None]
     batch = made_batch(TEXT, c, mask=257)
     batch.advantages = torch.tensor(row["advantages"])
     weights = (codes[..., 6:] == 2) * torch.tensor(row["weights"])[..., None]  # 2: scored
@@ -349,8 +349,7 @@ STATES = [  # 1: masked, 2: shown to the teacher; loss, norm of the gradient
 @pytest.mark.parametrize("states, loss, norm", STATES)
 def test_opsd_equals_the_released_code(states, loss, norm):
     """compute_loss of xingzhejun/d-OPSD 1b55cf3 with k 20, clip 0.05, in blocks of 4."""
-    codes = torch.tensor([[[int(c) for c in state] for state in states]])
-    batch = made_batch(TEXT[1:], torch.ones(1, 12).bool(), mask=257)
+    codes, batch = codes_of([states]), made_batch(TEXT[1:], torch.ones(1, 12).bool(), mask=257)
     work = torch.zeros(1, 2, 12)
     work[0, 0, :4] = work[0, 1, 4:8] = 0.5
     rows, args = (

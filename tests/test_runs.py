@@ -270,6 +270,9 @@ def test_directories(tmp_path, monkeypatch, cli):
         assert words in one_line(cli, *flags.split())
     names = sorted(file.name for file in Path("runs").iterdir())
     assert names == [f"eval-countdown-c.jsonl-20260102-030405{number}" for number in ("", "-2")]
+    Path("m").mkdir()
+    monkeypatch.setattr(sys, "argv", ["evals/run.py", "--model", "m"])
+    assert run.Args.parse("countdown").model == f"{tmp_path}/m"  # for --resume from elsewhere
     disk.hold(f"runs/{names[0]}")
     monkeypatch.setattr(run, "hold", disk.hold)
     assert "another process works there" in one_line(cli, "--resume", f"runs/{names[0]}")
