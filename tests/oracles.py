@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
+import pytest
 import torch
 
 from models.tiny import TINY_CONFIGS, random_model
@@ -385,3 +386,10 @@ def tilted(tilt=0.0, config=TINY_LLADA):
 def estimates_of(module, model, rows, args):
     with torch.no_grad():
         return module.estimate_logps(module.draw_logps(model, rows), rows, args)
+
+
+def assert_released(loss, norm, module, rows, args):
+    """An update on the rows has the loss, and the norm of the gradient, of the released code."""
+    metrics, grads = updated(module, tilted(), rows, args)
+    assert metrics["loss/total"] == pytest.approx(loss, abs=1e-5)
+    assert grads.norm().item() == pytest.approx(norm, rel=1e-5)
