@@ -277,12 +277,11 @@ class FastBlockEngine(BlockEngine):
         live = start < end
         arange = torch.arange(2 * n, device=self.device)
         last = (width // n - 1) * n  # a finished row may end behind `width`
-        place = lambda: start.clamp(max=last)[:, None] + arange[:n]  # [R, n]
-        at = seen = place()
+        at = seen = start.clamp(max=last)[:, None] + arange[:n]  # [R, n]
         if joined:
             goes_on = live > slots.canvas[1, row[:, None], at].any(1)
-            start, step = start + n * goes_on, step * ~goes_on
-            at = place()
+            ahead = n * goes_on
+            start, step, at = start + ahead, step * ~goes_on, at + ahead[:, None]
             # the previous block and this one; the first block has none before it
             seen = (at[:, :1] - n).clamp(min=0) + arange
         cache = [(k[:R, :, :width], v[:R, :, :width]) for k, v in slots.cache]
