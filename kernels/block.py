@@ -270,7 +270,7 @@ class FastBlockEngine(BlockEngine):
         A block with masks is denoised, one without is committed, except the last. joined: rows
         whose block has no masks begin the next one, and the forward covers both. Finished rows are
         forwarded too, but nothing of them changes. All state is read in a few gathers and written
-        in a few scatters, and a > b is a & ~b in one kernel: at small batches every launch counts.
+        in a few scatters: at small batches every kernel launch counts.
         """
         n, row = self.model.block_length, slots.sample[:R]
         start, end, step, edits, forwards, first, final = slots.state[:, row]
@@ -279,7 +279,7 @@ class FastBlockEngine(BlockEngine):
         last = (width // n - 1) * n  # a finished row may end behind `width`
         at = seen = start.clamp(max=last)[:, None] + arange[:n]  # [R, n]
         if joined:
-            goes_on = live > slots.canvas[1, row[:, None], at].any(1)
+            goes_on = live & ~slots.canvas[1, row[:, None], at].any(1)
             ahead = n * goes_on
             start, step, at = start + ahead, step * ~goes_on, at + ahead[:, None]
             # the previous block and this one; the first block has none before it
@@ -304,13 +304,13 @@ class FastBlockEngine(BlockEngine):
         # `reveal_quota` at each row's own step
         quota = base + (step < remainder)[:, None] if remainder else base
         chosen = select(confidence, masked, quota, **rule)
-        rest, was_noisy = masked > chosen, masked.any(1)
-        is_whole, is_committed = was_noisy > rest.any(1), live > was_noisy
+        rest, was_noisy = masked & ~chosen, masked.any(1)
+        is_whole, is_committed = was_noisy & ~rest.any(1), live & ~was_noisy
         if rule["editing_threshold"] is not None:
             may_edit = was_noisy | live & (edits < rule["max_post_steps"])
             sure = (drawn != block) & (logps.exp() > rule["editing_threshold"])
             edited = may_edit[:, None] & ~masked & (offset >= 0) & sure
-            chosen, is_committed = chosen | edited, is_committed > edited.any(1)
+            chosen, is_committed = chosen | edited, is_committed & ~edited.any(1)
             is_whole = is_committed
             edits = (edits + ~was_noisy) * ~is_committed
         block = torch.where(chosen, drawn, block)
