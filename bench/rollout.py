@@ -3,6 +3,7 @@
     python models/random_init.py --config DIR --tokenizer DIR --out DIR2
     python bench/rollout.py --model DIR2 --rows 1 16 128 --samplers ours plain lmdeploy
     python bench/rollout.py --model DIR2 --cache none dual --samplers ours plain
+    python bench/rollout.py --model DIR2 --samplers ours adapters
 
 Prints one JSON line per measurement. All samplers get the same weights and prompts: for block
 models 217 tokens and responses of 512, for others 256 and 256. tokens_per_s counts completion
@@ -25,7 +26,7 @@ import torch
 
 from bench.timing import report, timed
 from distributed.groups import own_device
-from models import load_model, meta_model
+from models import add_lora, load_model, meta_model
 from models.tensors import frozen_dtype
 from rollout import make_engine
 from rollout.block import BlockEngine
@@ -35,10 +36,13 @@ from rollout.masked import MaskedEngine
 def build(sampler, name, most):
     """-> the engine of a model, for at most so many rows"""
     device = own_device()
-    if sampler != "plain":
+    if sampler in ("ours", "lmdeploy"):
         backend = "auto" if sampler == "ours" else sampler
         return make_engine(name, backend, device, max_batch_size=most)
     model = load_model(name, device, frozen_dtype(device))
+    if sampler == "adapters":
+        add_lora(model, 128, 64, dtype=frozen_dtype(device))
+        return make_engine(model, "auto", device, max_batch_size=most)
     return (BlockEngine if model.attention == "block-causal" else MaskedEngine)(model, most)
 
 
@@ -62,7 +66,7 @@ def measure(engine, rows, length, mask_token_id, settings):
 def main(
     model: str,
     rows: tuple[int, ...] = (1, 16, 128),
-    samplers: tuple[Literal["ours", "plain", "lmdeploy"], ...] = ("ours",),
+    samplers: tuple[Literal["ours", "adapters", "plain", "lmdeploy"], ...] = ("ours",),
     cache: tuple[Literal["none", "prefix", "dual"], ...] = ("none",),
     denoising_steps: int = 16,
 ):
@@ -71,8 +75,8 @@ def main(
     Args:
         model: directory in HF layout, or a key of models.MODELS
         rows: sequences decoded together
-        samplers: ours: what make_engine picks on this device; plain: rollout/block.py or
-            rollout/masked.py
+        samplers: ours: what make_engine picks on this device; adapters: the same with LoRA of rank
+            128; plain: rollout/block.py or rollout/masked.py
         cache: for bidirectional models
         denoising_steps: per block; at most one per token
     """

@@ -41,8 +41,11 @@ from run.log import describe_git
 
 # metrics of a row, as they are logged
 CURVES = "eval/|test/|error/|mismatch/|reward/mean|completion/|tokens_per_forward|time/"
-# what a run says that is over, whatever its exit status, and one that was stopped
+CURVES += "|policy/|optim/grad_norm|memory/"
+# What a run says, whatever its exit status then: if it is dead, or had ended before; if it was
+# stopped; last, stopped or not, when all is written.
 OVER, STOPPED = "stopped: for [0-9]+ steps|the run is finished", "go on with --resume"
+WRITTEN = " s; report: "
 
 
 def read_table(path):
@@ -89,15 +92,20 @@ def start(command, gpus, folder):
 def is_over(process, log):
     """Whether a command need not be started again; of others the end of the log is shown"""
     text = Path(log).read_text()
-    over = re.search(OVER, text) or not (process.returncode or STOPPED in text)
+    ended = WRITTEN in text or not process.returncode
+    over = re.search(OVER, text) or (ended and STOPPED not in text)
     if not over:
         print(f"not finished: {log}:", *re.findall(r".*\w.*", text)[-2:], flush=True)
     return over
 
 
 def row_of(folder):
-    """-> what is kept of a run that is over"""
-    row = {"commit": describe_git(), "scores": [*map(read_json, folder.rglob("result.json"))]}
+    """-> what is kept of a run that is over; of an evaluation also the score of each sample, since
+    errors between runs are clustered by problem"""
+    row = {"commit": describe_git(), "scores": []}
+    for path in folder.rglob("result.json"):
+        samples = read_lines(path.with_name("samples.jsonl"))
+        row["scores"].append(read_json(path) | {"each": [line["score"] for _, line in samples]})
     for path in folder.glob("*/metrics.csv"):
         table = pd.read_csv(path, index_col="step")
         row["config"] = read_json(path.with_name("config.json"))
@@ -122,6 +130,18 @@ def main(table: Path, /, out: Path, gpus: list[str]):
     for name in due:  # grows
         due += [one for one in needs(runs[name]) - {*due} if not (out / one).exists()]
     waiting = [*due]
+
+    def end(process):
+        name, mine = busy.pop(process)
+        gpus.extend(mine)
+        if is_over(process, f"{out / name}.log"):
+            row = {"name": name, "run": runs[name]} | row_of(out / name)
+            with open(out / "rows.jsonl", "a") as file:
+                print(json.dumps(row), file=file)
+            due.remove(name)
+            for one in runs.keys() - {*due} - needs(" ".join(map(runs.get, due))):
+                shutil.rmtree(out / one, ignore_errors=True)
+
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         while True:
@@ -135,23 +155,16 @@ def main(table: Path, /, out: Path, gpus: list[str]):
                 break
             time.sleep(1)
             for process in [one for one in busy if one.poll() is not None]:
-                name, mine = busy.pop(process)
-                gpus += mine
-                if is_over(process, f"{out / name}.log"):
-                    row = {"name": name, "run": runs[name]} | row_of(out / name)
-                    with open(out / "rows.jsonl", "a") as file:
-                        print(json.dumps(row), file=file)
-                    due.remove(name)
-                    for one in runs.keys() - {*due} - needs(" ".join(map(runs.get, due))):
-                        shutil.rmtree(out / one, ignore_errors=True)
+                end(process)
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # `timeout` sends two
         for process in busy:
             process.terminate()  # scripts finish their step and save
-        for process in busy:
+        for process in [*busy]:
             process.wait()
+            end(process)  # some were at their end
     if due:
-        raise SystemExit(f"not done: {', '.join(due)}")
+        raise SystemExit(f"not done with {len(gpus)} GPUs: {', '.join(due)}")
 
 
 if __name__ == "__main__":

@@ -33,3 +33,6 @@ def start(main, arguments, *given):
             with open(report, "w") as file:
                 json.dump({"message": {"message": "", "extraInfo": facts}}, file)
         raise
+    finally:
+        # a thread of gloo that lets go of a tensor while Python ends would abort the process
+        time.sleep(0.1)

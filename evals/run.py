@@ -212,8 +212,8 @@ def perplexity(args, load):
     tokenizer = load_tokenizer(args.model)
     try:
         text = Path(args.text).read_text(encoding="utf-8")
-        ids = torch.tensor(tokenizer(text, add_special_tokens=False)["input_ids"])
-        chunks = ids.unfold(0, args.length, args.length)[: args.limit].tolist()
+        ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        chunks = torch.tensor(ids).unfold(0, args.length, args.length)[: args.limit].tolist()
     except (OSError, ValueError, RuntimeError) as error:  # no such file, no text, too short
         raise SystemExit(f"--text {args.text} --length {args.length}: {error}") from error
     model, nats = readable(load()), torch.zeros(len(chunks)).double()

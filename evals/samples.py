@@ -32,19 +32,20 @@ def given(path, samples, n):
     -> {(sample, index): row}, {"unused": lines of other samples or of other than the `n` examples,
     "missing": answers that the file lacks}
     """
-    rows, unused = {}, 0
-    for row in read_rows(path, ""):
-        place = sample, index = row.get("sample", 0), row.get("index")
-        text = row.get("completion")
-        if place in rows or not isinstance(text, str):
-            raise SystemExit(f"{path}: index {index} needs one completion for each sample")
+    lines, rows = read_rows(path, ""), {}
+    for row in lines:
+        place = sample, index = row.get("sample", 0), row["index"]
+        text = row["completion"]
+        if [*map(type, (*place, text))] != [int, int, str] or place in rows:
+            raise SystemExit(
+                f"{row.place}: index {index!r} needs one completion, as text, for each sample; "
+                "both are whole numbers"
+            )
         if sample in range(samples) and index in range(n):
             rows[place] = {"index": index, "sample": sample, "completion": text}
-        else:
-            unused += 1
     if not rows:
         raise SystemExit(f"{path}: no completions; check --data, --split and --samples")
-    return rows, {"unused": unused, "missing": samples * n - len(rows)}
+    return rows, {"unused": len(lines) - len(rows), "missing": samples * n - len(rows)}
 
 
 def generated(engine, tokenizer, prompts, sampling, seed, sample, indices):

@@ -22,6 +22,9 @@ CHANGEABLE = ("max_steps", "track", "resume", "dead_steps", "plan", "reward_erro
 CHANGEABLE += ("micro_batch_size", "sequence_parallel", "activation_checkpointing")  # other GPUs
 MAX = (1 << 31) - 1  # of numbers: a seed times 2^32 has 63 bits
 EPS = 1e-6  # an open end of a range
+# flags that do nothing where another has one of the values IDLE
+NEEDS = {"confidence_threshold": "remasking", "schedule_steps": "lr_schedule"}
+IDLE = "constant", "low_confidence_static", "random", "sequential"
 HELP = "-h", "--help"
 # lowest value of a field, or lowest and highest; a script's own come before them. Others: 0, MAX
 RANGES = {
@@ -157,6 +160,12 @@ class RunFlags:
             name = min(changed)
             flag, had = name.replace("_", "-"), before[name]
             raise SystemExit(f"--resume: the run had --{flag} {had}, now it is {now[name]}")
+        for name, other in NEEDS.items():
+            if name in cls.chosen and now[other] in IDLE:
+                raise SystemExit(
+                    f"--{name.replace('_', '-')} does nothing with "
+                    f"--{other.replace('_', '-')} {now[other]}"
+                )
         if args.plan:
             from run.plan import pretend
 

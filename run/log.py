@@ -90,6 +90,8 @@ class RunLog:
             for file in ("metrics.jsonl", "samples.jsonl")[: 1 + hasattr(args, "reward")]:
                 truncate_rows(self.run_dir / file, step)
             now, config = config, read_json(path)
+            if now["code"] != config["code"]:
+                print("--resume: the script, task or reward has been edited", file=sys.stderr)
             config["args"] = now["args"]
             config["chosen"] |= now["chosen"]
             config.setdefault("resumed", {})[str(step)] = now["command"]

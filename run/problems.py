@@ -46,7 +46,8 @@ class HeldOut:
         self.splits, dropped = load_splits(
             self.task, train, eval_data, self.tokenizer, max_length, args.eval_limit
         )
-        self.facts = f"problems with too long a prompt, dropped: {dropped}"
+        cut = f"\n  dropped for too long a prompt: {dropped}"
+        self.facts = cut if any(dropped.values()) else ""
         greedy = {"temperature": 0.0, "remasking": "low_confidence_static"}
         self.sampling = greedy | sampling_of(args)
 
@@ -82,7 +83,7 @@ class HeldOut:
         """Train on TokenRows; see `fit`. -> the sampler of evaluations, None with --eval-limit 0"""
         args.micro_batch_size, at_once = self.fit(rows.at_least(args.batch_size), model, args, tail)
         self.train, self.stream, engine = rows, ShuffledStream(rows, args.seed), None
-        self.facts = f"{rows.report('rows to train on')}\n{self.facts}"
+        self.facts = f"{rows.report('rows to train on')}{self.facts}"
         if args.eval_limit:
             engine = make_engine(args.model, "auto", device, None, at_once, (None, self.sampling))
             how = engine.validate(**self.sampling)
@@ -139,7 +140,7 @@ class Problems(HeldOut):
         args.micro_batch_size, self.at_once = fit(
             model, args, lengths, self.splits, together, uses_old
         )
-        self.facts = f"{len(self.train)} training problems; {self.facts}"
+        self.facts = f"{len(self.train)} training problems{self.facts}"
         self.rollout = dict(self.sampling)
         self.sampling |= {"temperature": args.eval_temperature, "seed": -1 - args.seed}
 

@@ -9,19 +9,30 @@ from golden_runs import rows_of
 
 from bench import runs
 
-# stops the caller of its script in step 2, once
+# stops the caller of its script in step 2, and later one whose script is over; ends with status 6
 PAY = """
+import atexit
 import os
 from itertools import count
 from pathlib import Path
 
-calls, stopped = count(), Path(__file__).with_name("stopped")
+calls, here = count(), Path(__file__).parent
+moment = "over" if (here / "step").exists() else "step"
+
+def stop(now):
+    if next(calls) > 9 and now == moment and not (here / now).exists():
+        (here / now).touch()
+        os.kill(os.getppid(), 15)
+
+def end():
+    stop("over")
+    os._exit(6)
 
 def pay(completion, example):
-    if next(calls) > 9 and not stopped.exists():
-        stopped.touch()
-        os.kill(os.getppid(), 15)
+    stop("step")
     return len(completion)
+
+atexit.register(end)
 """
 TABLE = """
 flags = "--prompts-per-step 2 --num-generations 4 --eval-limit 4 --eval-every 1 --max-steps 3"
@@ -37,7 +48,7 @@ bad = "1 HERE/fail.py @file"
 
 
 def curves(row):
-    return pd.read_csv(io.StringIO(row["curves"])).filter(regex="^(?!time)")
+    return pd.read_csv(io.StringIO(row["curves"])).filter(regex="^(?!time|memory)")
 
 
 def test_a_stopped_table_goes_on(tmp_path, monkeypatch):
@@ -50,8 +61,12 @@ def test_a_stopped_table_goes_on(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         call("0")
     assert "step 2: stopped" in (tmp_path / "out/first.log").read_text()
+    with pytest.raises(KeyboardInterrupt):
+        call("0")
+    names = [row["name"] for row in rows_of(tmp_path / "out", "rows")]
+    assert names == ["first", "test-2", "whole"]
     for made in 1, 2:
-        with pytest.raises(SystemExit, match="^not done: bad$"):
+        with pytest.raises(SystemExit, match="^not done with 2 GPUs: bad$"):
             call("0", "1")
         rows = rows_of(tmp_path / "out", "rows")
         found = {row["name"]: row for row in rows}
@@ -61,6 +76,6 @@ def test_a_stopped_table_goes_on(tmp_path, monkeypatch):
         assert left == {"file", "rows.jsonl"}
         (tmp_path / "out/file").unlink()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    assert found["test-2"]["scores"][0]["n"] == 2
+    assert found["test-2"]["scores"][0]["n"] == len(found["test-2"]["scores"][0]["each"]) == 2
     assert found["first"]["config"]["resumed"].keys() == {"2"}
     assert curves(found["first"]).equals(curves(found["whole"]))

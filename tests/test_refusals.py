@@ -115,6 +115,8 @@ REFUSALS = {
     "algos/d1.py --kl-coef 1": "--kl-coef: no such flag; try --beta",
     "algos/sft.py --mbs=1": "try --micro-batch-size",
     "algos/sft.py --foo": "try --help",
+    "algos/bgpo.py --confidence-threshold 0.5": "does nothing with --remasking low_confidence_st",
+    "algos/sft.py --schedule-steps 9": "--schedule-steps does nothing with --lr-schedule constant",
     "algos/sft.py --plan 1x4090": "--plan 1x4090: use 1x24 to 8x24 (GB), or 1x one of A100-40, A10",
     # numbers
     **{f"algos/{name}.py --temperature 0": "--temperature 0.0 must be from" for name in ONLINE},

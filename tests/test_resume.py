@@ -419,6 +419,7 @@ def test_a_run_that_is_stopped_goes_on_as_the_uninterrupted_one(
         assert f"step 3: stopped by a signal; go on with --resume {directory}" in text
     else:
         (tmp_path / "bad").unlink()
+        (tmp_path / "pay.py").write_text(OWN + "# mended\n")
         assert "pay.py line 5; ZeroDivisionError" in text and "Traceback" not in text
         assert f"step 3 is saved, go on with --resume {directory}" in text
     held = dcp.FileSystemReader(directory / "resume/step-000003/state").read_metadata()
@@ -428,6 +429,7 @@ def test_a_run_that_is_stopped_goes_on_as_the_uninterrupted_one(
     text = Run(tmp_path / "d1", 2, "algos/d1.py", *resume).finish(1)
     assert "is a run of bgpo.py, not of d1.py" in text and "Traceback" not in text
     assert contents() == files
-    Run(tmp_path / "c", ranks, *run[:1], *resume).finish()
+    text = Run(tmp_path / "c", ranks, *run[:1], *resume).finish()
+    assert ("reward has been edited" in text) == (stop != "signals")
     shutil.rmtree(directory / "checkpoints/step-000003", ignore_errors=True)
     (assert_same_record if ranks == 2 else assert_same)(directory, whole)

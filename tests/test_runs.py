@@ -93,7 +93,8 @@ def test_lines_that_cannot_be_used(tmp_path):
     given = lambda lines: samples.given(write(tmp_path / "c.jsonl", lines), 2, 3)
     rows, counts = given(lines)
     assert (*rows,) == places[:3] and counts == {"unused": 2, "missing": 3}
-    for bad in lines[:1] * 2, [lines[0] | {"completion": None}], lines[3:]:
+    odd = {"completion": None}, {"index": 0.0}, {"index": [0]}, {"sample": None}
+    for bad in lines[:1] * 2, *([lines[0] | one] for one in odd), [{"completion": "1"}], lines[3:]:
         assert "c.jsonl" in one_line(given, bad)
 
 
