@@ -57,12 +57,13 @@ class LinearLogps(torch.autograd.Function):
             logps[rows] = log_p.gather(-1, targets[rows])
             p = log_p.exp_()
             if entropy:  # a few rows at a time: p log p needs memory
-                parts = p.split(max(64, PART // p.shape[1]))
-                entropies[rows] = torch.cat([torch.special.entr(x).sum(-1) for x in parts])
+                entropies[rows] = torch.cat(
+                    [torch.special.entr(x).sum(-1) for x in p.split(max(64, PART // p.shape[1]))]
+                )
             if knows_slopes:
-                d_logits = slope(p, targets[rows], one[rows] / settings[0])
-                slopes[rows] = d_logits.to(weight.dtype) @ weight
-            del log_p, p  # before the next logits are made
+                p = slope(p, targets[rows], one[rows] / settings[0]).to(weight.dtype)
+                slopes[rows] = p @ weight
+            del log_p, p  # before the next logits are made; no view of them is left
         ctx.save_for_backward(*([slopes] if knows_slopes else [hidden, weight, targets]))
         ctx.mark_non_differentiable(entropies)
         return logps, entropies

@@ -198,6 +198,8 @@ class Engine:
     refills = False
     # bytes on the GPU after the last make_room, None: there was none; most that an update took more
     held, need = None, 0
+    # tokens of the longest row of the last rollout, and of those that were trained on
+    row = longest = 1
     # a Triton kernel on CUDA
     sample_categorical = staticmethod(sample_categorical)
 
@@ -225,15 +227,18 @@ class Engine:
 
     def make_room(self):
         """Call it before a model on the same GPU is updated: `release`, unless what generate keeps
-        fits beside the largest update so far. Before the first one nothing is known.
+        fits beside the largest update so far; longer rows than in that one take more. Before the
+        first one nothing is known.
         """
         held, is_first = torch.cuda.memory_allocated(), self.held is None
         if not is_first:  # what the last update took is at most this
             self.need = max(self.need, torch.cuda.max_memory_allocated() - self.held)
-        if is_first or self.need + held + unused_by_graphs() > KEPT_BELOW * cuda_bytes():
+        longest = max(self.longest, self.row)
+        need = self.need * longest / self.longest
+        if is_first or need + held + unused_by_graphs() > KEPT_BELOW * cuda_bytes():
             self.release()
             held = torch.cuda.memory_allocated()
-        self.held = held
+        self.held, self.longest = held, longest
 
     def block_length(self, given):
         """given: tokens per block, 0 or None for the model's own. -> tokens per block"""
@@ -340,6 +345,7 @@ class Engine:
                     f"prompt {i} holds the mask token (id {mask_id}) or an id outside of the "
                     f"model's {len(rows)}: is the tokenizer the model's?"
                 )
+        self.row = settings["gen_length"] + max(map(len, prompt_ids))
         start = canvas.settings["steps"].stop if canvas else 0
         settings |= {"num_samples": num_samples, "seed": seed, "stop_at_eos": stop_at_eos}
         settings["steps"] = range(start, until or sys.maxsize)

@@ -53,10 +53,13 @@ ASKED = None
 # Share of the memory that a plan leaves to the CUDA context, libraries, graphs, and gaps between
 # tensors
 RESERVE = 0.07
-LOGITS = 1024 * 8  # rows of logits that exist together, times bytes of each logit
+# Rows of logits that exist together, times bytes of each: two copies in fp32, one in bf16
+LOGITS = 1024 * 10
 # Rows, and tokens of prompts, that a sampler takes at once; its cache's width is a multiple
 ROWS, PREFILL, WIDTHS = 256, 1 << 15, 128
 ON_CPU = 256  # micro-batch
+# What blocks keep where attention takes a mask, as a multiple of what is counted without one
+MASKED = 1.06
 # Gradients and recomputed tensors of the block in work, as a multiple of what a block keeps
 IN_WORK = 2
 # Training: all products, as a share of the rate of a large one; how often a forward and backward
@@ -162,7 +165,8 @@ class Plan:
         K = K if self.coupled else math.gcd(K, size)  # Rows.split divides a row
         rows = max(size // K, 1)
         if self.is_block:
-            return rows, K, prompt + scored + K * scored / len(self.parts)
+            # in the noisy copies the whole blocks that hold a scored token
+            return rows, K, prompt + scored + K * (scored / len(self.parts) + self.n)
         return rows * K, 1, prompt + scored
 
     def memory(self, size):
@@ -176,7 +180,7 @@ class Plan:
             gathered += 2 * gathered_bytes(net.layers[-1], whole) - blocks
         asked, scored = self.lengths.amax(0).tolist()
         rows, _, length = self.layout(size, int(self.lengths.sum(1).max()) - scored, scored)
-        tokens = math.ceil(rows * length / args.sequence_parallel)
+        tokens = MASKED * math.ceil(rows * length / args.sequence_parallel)
         kept, in_block = layers * self.kept * tokens, IN_WORK * self.kept * tokens
         if args.activation_checkpointing:
             kept, in_block = 2 * layers * net.lm_head.in_features * tokens, 1.5 * in_block

@@ -75,7 +75,7 @@ def test_load_weights_names_what_is_missing_unknown_or_of_another_shape():
 
 def test_room_is_made_for_updates_that_need_it(monkeypatch):
     """A simulated GPU of 100: what generate keeps is freed before the first update, and where it
-    would not fit beside the largest so far.
+    would not fit beside the largest so far, or beside one of longer rows.
     """
     engine, peak, held, found = engine_of("sdar"), 0, {}, []
     monkeypatch.setattr(engine, "release", lambda: held.update(cache=0))
@@ -83,11 +83,13 @@ def test_room_is_made_for_updates_that_need_it(monkeypatch):
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: peak)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: held["cache"])
     monkeypatch.setattr("rollout.engine.unused_by_graphs", lambda: 6)
-    for update, held["cache"] in (60, 20), (60, 20), (50, 23), (40, 38), (60, 38), (20, 5):
+    updates = [(60, 20, 40), (60, 20, 40), (50, 23, 30), (60, 20, 50), (40, 38, 40), (60, 38, 40)]
+    for update, held["cache"], row in [*updates, (20, 5, 40)]:
+        engine.generate([[3] * (row - 4)], gen_length=4)
         engine.make_room()
         found.append(held["cache"] == 0)
         peak = max(peak, update + held["cache"])
-    assert found == [1, 0, 0, 1, 1, 1]
+    assert found == [1, 0, 0, 1, 1, 1, 1]
 
 
 @pytest.mark.parametrize("name", ["tiny-sdar", "tiny-dream"])
