@@ -42,7 +42,7 @@ def build(sampler, name, most):
     model = load_model(name, device, frozen_dtype(device))
     if sampler == "adapters":
         add_lora(model, 128, 64, dtype=frozen_dtype(device))
-        return make_engine(model, "auto", device, max_batch_size=most)
+        return make_engine(model, max_batch_size=most)
     return (BlockEngine if model.attention == "block-causal" else MaskedEngine)(model, most)
 
 

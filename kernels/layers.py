@@ -86,16 +86,15 @@ def readers(linears):
 
 def join_weights(linears):
     """Move weights that multiply the same input, and their biases, into one tensor, for `project`.
-    Under adapters only theirs: a learner may hold the others too.
+    Not those that are frozen, as under adapters: a learner holds them too.
 
     The layers keep views, so names and shapes stay and copies in place reach both.
     """
     first = readers(linears)
-    if (first is not linears or len(first) > 1) and all(
-        type(layer) is nn.Linear for layer in first
-    ):
+    is_own = all(type(layer) is nn.Linear and layer.weight.requires_grad for layer in first)
+    if is_own and (first is not linears or len(first) > 1):
         first[0].joined = joined = {}
-        for name in dict(first[0].named_parameters()):
+        for name, _ in first[0].named_parameters():
             values = [getattr(layer, name) for layer in first]
             joined[name] = torch.cat(values)
             for value, part in zip(values, joined[name].split([*map(len, values)]), strict=True):

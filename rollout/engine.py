@@ -165,8 +165,11 @@ def unused_by_graphs():
     pool need no count: it returns them before it runs out.
     """
     segments = torch.cuda.memory_snapshot() if torch.cuda.is_initialized() else []
-    pools = [some for some in segments if tuple(some["segment_pool_id"]) != (0, 0)]
-    return sum(pool["total_size"] - pool["allocated_size"] for pool in pools)
+    return sum(
+        some["total_size"] - some["allocated_size"]
+        for some in segments
+        if tuple(some["segment_pool_id"]) != (0, 0)
+    )
 
 
 class Engine:

@@ -22,9 +22,9 @@ CHANGEABLE = ("max_steps", "track", "resume", "dead_steps", "plan", "reward_erro
 CHANGEABLE += ("micro_batch_size", "sequence_parallel", "activation_checkpointing")  # other GPUs
 MAX = (1 << 31) - 1  # of numbers: a seed times 2^32 has 63 bits
 EPS = 1e-6  # an open end of a range
-# flags that do nothing where another has one of the values IDLE
-NEEDS = {"confidence_threshold": "remasking", "schedule_steps": "lr_schedule"}
-IDLE = "constant", "low_confidence_static", "random", "sequential"
+# flags that do nothing where the others, as far as there are any, have values IDLE
+NEEDS = {"confidence_threshold": ["remasking"], "schedule_steps": ["lr_schedule", "lambda_max"]}
+IDLE = None, 0, "constant", "low_confidence_static", "random", "sequential", "entropy", "rcr"
 HELP = "-h", "--help"
 # lowest value of a field, or lowest and highest; a script's own come before them. Others: 0, MAX
 RANGES = {
@@ -160,8 +160,9 @@ class RunFlags:
             name = min(changed)
             flag, had = name.replace("_", "-"), before[name]
             raise SystemExit(f"--resume: the run had --{flag} {had}, now it is {now[name]}")
-        for name, other in NEEDS.items():
-            if name in cls.chosen and now[other] in IDLE:
+        for name, others in NEEDS.items():
+            if name in cls.chosen and all(now.get(other) in IDLE for other in others):
+                other = others[0]
                 raise SystemExit(
                     f"--{name.replace('_', '-')} does nothing with "
                     f"--{other.replace('_', '-')} {now[other]}"

@@ -47,7 +47,7 @@ class HeldOut:
             self.task, train, eval_data, self.tokenizer, max_length, args.eval_limit
         )
         cut = f"\n  dropped for too long a prompt: {dropped}"
-        self.facts = cut if any(dropped.values()) else ""
+        self.cut = cut if any(dropped.values()) else ""
         greedy = {"temperature": 0.0, "remasking": "low_confidence_static"}
         self.sampling = greedy | sampling_of(args)
 
@@ -83,7 +83,7 @@ class HeldOut:
         """Train on TokenRows; see `fit`. -> the sampler of evaluations, None with --eval-limit 0"""
         args.micro_batch_size, at_once = self.fit(rows.at_least(args.batch_size), model, args, tail)
         self.train, self.stream, engine = rows, ShuffledStream(rows, args.seed), None
-        self.facts = f"{rows.report('rows to train on')}{self.facts}"
+        self.facts = f"{rows.report('rows to train on')}{self.cut}"
         if args.eval_limit:
             engine = make_engine(args.model, "auto", device, None, at_once, (None, self.sampling))
             how = engine.validate(**self.sampling)
@@ -140,7 +140,7 @@ class Problems(HeldOut):
         args.micro_batch_size, self.at_once = fit(
             model, args, lengths, self.splits, together, uses_old
         )
-        self.facts = f"{len(self.train)} training problems{self.facts}"
+        self.facts = f"{len(self.train)} training problems"
         self.rollout = dict(self.sampling)
         self.sampling |= {"temperature": args.eval_temperature, "seed": -1 - args.seed}
 
@@ -151,7 +151,8 @@ class Problems(HeldOut):
         self.engine = make_engine(
             args.model, args.rollout_backend, device, None, self.at_once, request, lora
         )
-        self.facts += f"; rollouts: {self.engine.validate(self.records, **self.rollout)}"
+        how = self.engine.validate(self.records, **self.rollout)
+        self.facts += f"; rollouts: {how}{self.cut}"
         return self.engine
 
     def request(self, step, G):

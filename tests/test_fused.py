@@ -23,6 +23,7 @@ from models.layers import RMSNorm, rotate
 from models.lora import adapter_tensors
 from models.tensors import tensor_names
 from models.tiny import TINY_CONFIGS, random_model
+from rollout import sync_engine
 
 CONFIGS = TINY_CONFIGS | A2D
 ON_GPU = torch.cuda.is_available()
@@ -103,22 +104,27 @@ def test_heads_are_normed_and_rotated_as_in_the_model_files(dtype, normed, half,
 
 @needs_triton
 @pytest.mark.parametrize("family", CONFIGS)
-@pytest.mark.parametrize("adapters", [None, "before", "after"])
+@pytest.mark.parametrize("adapters", [None, "before", "after", "some"])
 @torch.no_grad()
 def test_an_engines_copy_computes_what_the_plain_model_does(family, adapters):
-    """Hidden states, with LoRA adapters added before or after, and new weights copied in place."""
+    """Hidden states, with LoRA adapters added before or after, and new weights copied in place. Or
+    with adapters on one layer alone, and the weights under them handed over.
+    """
     dtype, ids = DTYPES[0], torch.arange(96, device=DEVICE).view(2, 48) * 5 % 256
     at = torch.arange(48, device=DEVICE).expand(2, 48)
 
     def model_of(seed, is_fast=False):
         model = random_model(CONFIGS[family], seed, DEVICE, dtype)
-        if is_fast and adapters != "before":
+        if is_fast and adapters in (None, "after"):
             layers.install(model)
         if adapters:
-            add_lora(model, 4, 8, seed=seed, dtype=dtype)
+            modules = model.layers.named_modules()
+            linear = [n for n, m in modules if isinstance(m, torch.nn.Linear)]
+            targets = [linear[0].rsplit(".", 1)[-1]] if adapters == "some" else ()
+            add_lora(model, 4, 8, targets, seed, dtype)
             for value in adapter_tensors(model).values():
                 value.normal_(0, 0.1, generator=torch.Generator(DEVICE).manual_seed(seed))
-        if is_fast and adapters == "before":
+        if is_fast and adapters in ("before", "some"):
             layers.install(model)
         return model
 
@@ -127,12 +133,16 @@ def test_an_engines_copy_computes_what_the_plain_model_does(family, adapters):
         return model.hidden(ids, at, make_attend(visibility))
 
     plain, other, fast = model_of(0), model_of(1), model_of(0, is_fast=True)
-    limit = {torch.bfloat16: 0.1, torch.float32: 1e-5}[dtype]  # a tie of experts may go either way
+    ties = any("experts" in name for name, _ in plain.named_modules())  # may go either way
+    limit = {torch.bfloat16: 0.1 if ties else 0.06, torch.float32: 1e-5}[dtype]
     assert error(hidden(fast), hidden(plain)) < limit
-    for name, value in tensor_names(other).items():
-        tensor_names(fast)[name].copy_(value)
-    for name, value in export_adapter(other):
-        adapter_tensors(fast)[name].copy_(value)
+    if adapters == "some":
+        sync_engine(SimpleNamespace(model=fast, release=list), other, whole=True)
+    else:
+        for name, value in tensor_names(other).items():
+            tensor_names(fast)[name].copy_(value)
+        for name, value in export_adapter(other):
+            adapter_tensors(fast)[name].copy_(value)
     assert error(hidden(fast), hidden(other)) < limit < 0.3 < error(hidden(plain), hidden(other))
 
 

@@ -116,6 +116,7 @@ REFUSALS = {
     "algos/sft.py --mbs=1": "try --micro-batch-size",
     "algos/sft.py --foo": "try --help",
     "algos/bgpo.py --confidence-threshold 0.5": "does nothing with --remasking low_confidence_st",
+    "algos/mdpo.py --remasking rcr --confidence-threshold 0.5": "does nothing with --remasking rcr",
     "algos/sft.py --schedule-steps 9": "--schedule-steps does nothing with --lr-schedule constant",
     "algos/sft.py --plan 1x4090": "--plan 1x4090: use 1x24 to 8x24 (GB), or 1x one of A100-40, A10",
     # numbers
@@ -147,7 +148,7 @@ REFUSALS = {
     f"algos/vrpo.py --batch-size 8 --micro-batch-size 15 {ALGO}": "hold the 16 draws",
     "algos/mdpo.py --model tiny-sdar": "mdpo needs a bidirectional model; a block-causal one",
     "algos/ebpo.py --model tiny-llada": "ebpo needs a block model; a bidirectional one",
-    "algos/dtreerpo.py --branches 3 3": "of 9 leaves: give --num-generations 9",
+    "algos/dtreerpo.py --schedule-steps 9 --branches 3 3": "of 9 leaves: give --num-generations 9",
     "algos/dtreerpo.py --branches 2 2 2 --gen-length 4 --denoising-steps 2": "at most 2 numbers",
     "algos/sft.py --pack-length 63 --max-length 64": "is shorter than an example may be",
     "algos/sft.py --pack-length 65 --max-length 65": "--max-length gives 68",
