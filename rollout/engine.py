@@ -597,10 +597,12 @@ class Engine:
             kept = logits
             if temperature:
                 kept = truncate(logits, temperature, settings["top_k"], settings["top_p"])
-            token, logps, _ = self.sample_categorical(kept, u, temperature)
+            token, logps, entropies = self.sample_categorical(kept, u, temperature)
             confidence = logps.exp()
             if rule in ENTROPIES:
-                confidence = -self.sample_categorical(logits, u, temperature)[2]
+                if kept is not logits:
+                    entropies = self.sample_categorical(logits, u, temperature)[2]
+                confidence = -entropies
             elif rule == "topk_margin":
                 p = (logits.to(logps.dtype) / (temperature or 1.0)).softmax(-1)
                 best, second = p.topk(2).values.unbind(-1)
