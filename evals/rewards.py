@@ -327,7 +327,7 @@ def load_reward(name, task, instead=None):
     elif name and not (function and name.startswith((f"{task.NAME}_", "tokens_per_"))):
         problem = f"does not fit {task.NAME}" if function else "no such reward"
         raise SystemExit(
-            f"--reward {name}: {problem}; known: path.py:function, {', '.join(REWARDS)}"
+            f"--reward {name}: {problem}; known: path.py:function, score, {', '.join(REWARDS)}"
         )
     parts = {}  # that the first completion, the trial, is paid: the same on all ranks
 
