@@ -38,7 +38,11 @@ def test_equal_weights_pass_and_other_ones_are_seen(family):
         for name, value in model.named_parameters():
             value.mul_(1.05 if "up_proj" in name else 1)
     metrics = probe(engine, model, PROMPT, temperature=0.3, seed=3, **settings)
-    assert metrics[GAP[0]] > 1e-3
+    trace = engine.generate([PROMPT], num_samples=8, temperature=0.3, seed=3, **settings)
+    gap = (replay_logps(model, trace) - trace.logps).abs()[trace.step_map >= 0]
+    assert gap.mean().item() == pytest.approx(metrics[GAP[0]]) and metrics[GAP[0]] > 1e-3
+    assert gap.max().item() == pytest.approx(metrics[GAP[1]])
+    assert metrics["probe/distinct_frac"] == len(set(map(tuple, trace.completions()))) / 8
     engine.load_weights(export_weights(model))
     assert probe(engine, model, PROMPT, **settings)[GAP[1]] < 5e-5
 

@@ -2,6 +2,7 @@
 kernels.
 """
 
+import importlib
 import json
 import math
 import subprocess
@@ -17,7 +18,7 @@ from evals.rewards import METRICS
 from models import export_weights
 from models.tiny import byte_tokenizer
 from rollout import Trace, make_engine
-from rollout.traces import pieces, rollout_metrics
+from rollout.traces import concatenate, pieces, rollout_metrics
 
 ROOT = Path(__file__).resolve().parents[1]
 OPTIONS = dict(gen_length=11, remasking="low_confidence_static", seed=4)
@@ -46,6 +47,13 @@ assert not any(name.startswith("kernels") for name in sys.modules)
 def test_everything_imports_and_samples_without_kernels():
     done = subprocess.run([sys.executable, "-c", GROUND], cwd=ROOT, capture_output=True, text=True)
     assert done.stdout.count("torch.Size") == 6, done.stderr[-2000:]
+
+
+def test_only_tests_marked_fast_may_import_the_upper_floor():
+    """Every other CPU test runs while `ground` of conftest.py hides these modules."""
+    for name in ("kernels", "kernels.block", "rollout.lmdeploy"):
+        with pytest.raises(ModuleNotFoundError, match="No module named"):
+            importlib.import_module(name)
 
 
 # --- weights --------------------------------------------------------------------------------------
@@ -195,6 +203,21 @@ def test_draw():
         r"tokens   a  | b \n <|endoftext|>",
         "step     12   1 4  2",
     ]
+
+
+def test_concatenate_pads_to_the_widest():
+    a = trace_of([[97, 98, 256, 99]], [3])
+    b = trace_of([[1, 2, 3, 4, 5, 6], [4, 5, 6, 256]], [6, 4], prompts=[[7], [8, 9]])
+    both = concatenate([a, b], 255)
+    assert both.prompt_ids == [*a.prompt_ids, [7], [8, 9]]
+    assert both.completion_ids[0].tolist() == [97, 98, 256, 99, 255, 255]
+    assert both.completion_mask[0].tolist() == [True] * 3 + [False] * 3
+    assert both.step_map[0].tolist() == [0, 1, 2, 3, -1, -1] and both.logps[0, 4:].tolist() == [
+        0,
+        0,
+    ]
+    assert torch.equal(both.completion_ids[1:], b.completion_ids)
+    assert both.num_forwards.tolist() == [8, 12, 8]
 
 
 def test_rollout_metrics(monkeypatch):

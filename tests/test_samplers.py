@@ -430,10 +430,19 @@ def test_decoding_equals_the_naive_sampler(family, case):
 
 
 def test_schedules():
-    """The smallest ones, and the shares of even steps; the naive sampler checks the others."""
-    one = {"gen_length": 1, "block_length": 1, "denoising_steps": 1, "schedule": "ascending"}
-    assert block_quotas(**one) == [[1]] and eoser_weight(0, 1, "uniform") == 0.4
+    """Dream's floors make the first steps short; ASS: 128 tokens in 7 steps are 1, 2, ..., 65."""
+    plan = lambda L, steps: block_quotas(
+        gen_length=L, block_length=L, denoising_steps=steps, schedule="ascending"
+    )
+    assert reveal_quota(32, 8, "timesteps") == [3, 4, 4, 4, 4, 4, 4, 5]
+    assert plan(128, 4) == [[1, 2, 4, 8], [16], [32], [65]] and plan(1, 1) == [[1]]
     assert reveal_shares([2, 1], "uniform") == pytest.approx([2 / 3, 1])
+    for schedule, weights in {
+        "uniform": [0.4, 0.7, 1.0],
+        "ascending": [0.13375, 0.38125, 0.87625],
+    }.items():
+        assert [eoser_weight(i, 3, schedule) for i in range(3)] == pytest.approx(weights)
+    assert eoser_weight(0, 1, "uniform") == 0.4
 
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "dream_sampler.json").read_text())
