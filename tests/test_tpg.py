@@ -33,7 +33,8 @@ def every_path(model, rule):
     digits = torch.tensor(list(itertools.product(*[range(2)] * 2, *[range(3)] * 6)))
     samples = len(digits) if rule == "random" else 3**6  # those of one order
 
-    def digit(seed, sample, offset, step, use):
+    def digit(step, use, state):
+        sample, offset = state // 8, state % 8 - 4
         block = offset.clamp(min=0) // 2
         if use == "order":
             return (digits[sample, block] == offset % 2).double()
@@ -48,6 +49,8 @@ def every_path(model, rule):
     engine = make_engine(model, max_batch_size=samples)
     engine.sample_categorical = draw
     with pytest.MonkeyPatch.context() as patch:
+        state = lambda seed, sample, offset: 8 * sample + offset + 4
+        patch.setattr("rollout.engine.keyed_state", state)
         patch.setattr("rollout.engine.keyed_uniform", digit)
         return engine.generate(
             [PROMPT], num_samples=samples, gen_length=4, block_length=2, denoising_steps=2,
