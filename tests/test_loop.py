@@ -150,9 +150,8 @@ def test_rows_are_prepared_before_the_first_update(script):
     assert len(rows.masked) == 1
     metrics, found = updated(module, model, rows, args)
     assert not found.any() and not any(name.startswith("policy/") for name in metrics)
-    if has_kl(
-        module
-    ):  # with LoRA the model without adapters, which are on again for the second update
+    if has_kl(module):
+        # with LoRA the model without adapters, which are on again for the second update
         args.beta = 0.1
         plain = module.prepare_rows(model, None, batch, args)[1]
         assert len(plain.masked) > len(prepared[1].masked)

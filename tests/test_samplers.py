@@ -609,10 +609,8 @@ def exact_distribution(model, prompt, steps, rule, threshold, temperature):
     logits = model.logits(torch.tensor([[*prompt, *state] for state in states]))[:, -L:, :V]
     p = (logits / temperature).softmax(-1)
     floats = p.tolist()
-    number_of, chances = (
-        {state: i for i, state in enumerate(states)},
-        p if p.requires_grad else floats,
-    )
+    number_of = {state: i for i, state in enumerate(states)}
+    chances = p if p.requires_grad else floats
     score = cache(lambda i, j, v: naive_score(rule, floats[i][j], math.log(floats[i][j][v]), 0))
     now = {states[-1]: 1.0}
     for places, quota in steps:
