@@ -150,25 +150,18 @@ def test_rows_are_prepared_before_the_first_update(script):
     assert len(rows.masked) == 1
     metrics, found = updated(module, model, rows, args)
     assert not found.any() and not any(name.startswith("policy/") for name in metrics)
-    if has_kl(module):  # with LoRA the reference is the model without adapters
+    if has_kl(module):
+        # with LoRA the model without adapters, which are on again for the second update
         args.beta = 0.1
-        plain = module.prepare_rows(model, None, batch, args)[0]
-        assert len(plain.masked) > len(prepared[0].masked)
+        plain = module.prepare_rows(model, None, batch, args)[1]
+        assert len(plain.masked) > len(prepared[1].masked)
         add_lora(model, 4, 16)
         with torch.no_grad():
             for name, p in model.named_parameters():
                 p.add_(0.1 * ("lora_B" in name))
-        adapted = module.prepare_rows(model, None, batch, args)[0]
+        adapted = module.prepare_rows(model, None, batch, args)[1]
         gaps = [(x - plain.old).abs().max() for x in (plain.ref, adapted.ref, adapted.old)]
         assert gaps[0] == 0 and gaps[1] < 1e-5 and gaps[2] > 1e-3
-
-
-@pytest.fixture
-def in_fp64(monkeypatch):
-    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
 
 
 @alone
@@ -176,7 +169,7 @@ def in_fp64(monkeypatch):
     "script, family",
     [p for p in PAIRS if p[0] in ("cj_grpo", "justgrpo", "tracerl", "tpg") and p[1] != "dream"],
 )
-def test_some_steps_are_all_on_average(in_fp64, script, family):
+def test_some_steps_are_all_on_average(script, family):
     """Mean of loss and gradient over all orders of the steps, of which the first two are scored; a
     sequence may have made fewer. Clip and KL active.
     """
@@ -199,7 +192,7 @@ def test_some_steps_are_all_on_average(in_fp64, script, family):
         scored, got = terms(train_steps=2)
         assert scored.max() == 2 and relative(got, want) > 0.01
         means.append(got)
-    assert relative(torch.stack(means).mean(0), want) < 1e-12
+    assert relative(torch.stack(means).mean(0), want) < 1e-5
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
