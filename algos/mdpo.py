@@ -312,8 +312,10 @@ def main(args):
             f"--model {args.model}: mdpo needs a bidirectional model; a {model.attention} one "
             "predicts one block at a time, so its steps have no whole completion to grade"
         )
-    if "+" in args.reward:
-        raise SystemExit(f"--reward {args.reward}: mdpo, which grades every step, has one reward")
+    if "+" in args.reward or args.reward == "tokens_per_forward":
+        raise SystemExit(
+            f"--reward {args.reward}: mdpo, which grades every step, has one reward, not of speed"
+        )
     # >>> shared: load
     problems = Problems(args, model, RECORDS, DRAWS_TOGETHER, USES_OLD)
     engine = problems.make_engine(device)

@@ -24,6 +24,7 @@ MAX = (1 << 31) - 1  # of numbers: a seed times 2^32 has 63 bits
 EPS = 1e-6  # an open end of a range
 # flags that do nothing where the others, as far as there are any, have values IDLE
 NEEDS = {"confidence_threshold": ["remasking"], "schedule_steps": ["lr_schedule", "lambda_max"]}
+NEEDS["mask_ratio"] = ["masks"]
 IDLE = None, 0, "constant", "low_confidence_static", "random", "sequential", "entropy", "rcr"
 HELP = "-h", "--help"
 # lowest value of a field, or lowest and highest; a script's own come before them. Others: 0, MAX
@@ -48,7 +49,7 @@ RANGES = {
     "reward_errors": (-MAX, MAX),
 }
 # of a field in the source: a title above it; its name and what it is
-FIELD = re.compile(r'^    (?:# (.+?)\n|(\w+): .*?"""(.*?)""")', re.M | re.S)
+FIELD = re.compile(r'^    (?:# (\w.+?)\n|(\w+): .*?"""(.*?)""")', re.M | re.S)
 
 
 @dataclass

@@ -81,6 +81,9 @@ class HeldOut:
 
     def train_on(self, rows, model, device, args, tail=0):
         """Train on TokenRows; see `fit`. -> the sampler of evaluations, None with --eval-limit 0"""
+        for flag in {"eos_tail", "blocks"} & args.chosen.keys():
+            if model.attention == "block-causal":
+                raise SystemExit(f"--{flag.replace('_', '-')} does nothing with a block model")
         args.micro_batch_size, at_once = self.fit(rows.at_least(args.batch_size), model, args, tail)
         self.train, self.stream, engine = rows, ShuffledStream(rows, args.seed), None
         self.facts = f"{rows.report('rows to train on')}{self.cut}"

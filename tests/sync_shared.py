@@ -37,9 +37,9 @@ class Method(NamedTuple):
 
 METHODS = {
     "d1": Method(179, {"dream": LORA | TWO}),
-    "coupled_grpo": Method(451, {"sdar": MOVES}),
-    "spg": Method(203, {"llada-moe": {"num_iterations": 1, "block_length": 4}}),
-    "stabledrl": Method(313, {"llada": TWO | {"block_length": 4}}),
+    "coupled_grpo": Method(446, {"sdar": MOVES}),
+    "spg": Method(155, {"llada-moe": {"num_iterations": 1, "block_length": 4}}),
+    "stabledrl": Method(269, {"llada": TWO | {"block_length": 4}}),
     "bgpo": Method(
         435,
         {
@@ -48,7 +48,7 @@ METHODS = {
         },
     ),
     "cj_grpo": Method(370, {"llada": LORA | TWO | EOSER}),
-    "mdpo": Method(982, {"llada": TWO | {"train_steps": 3, "remasking": "rcr"}}, BIDIRECTIONAL),
+    "mdpo": Method(988, {"llada": TWO | {"train_steps": 3, "remasking": "rcr"}}, BIDIRECTIONAL),
     "espo": Method(459, {"llada": TWO | {"ref_sync_steps": 1, "epsilon": 4e-4}}),
     "gdpo": Method(372, {"sdar": TWO | {"mc_num": 2}}),
     "ebpo": Method(520, {"sdar": TWO | {"mc_num": 3}}, BLOCK),
@@ -68,7 +68,7 @@ METHODS = {
         688, {"llada": LORA | TWO | {"block_length": 4}, "sdar": TWO | {"learning_rate": 1e-5}}
     ),
     "sft": Method(
-        1945,
+        1936,
         {"dream": LORA | {"cart_p": 0.2}, "sdar": {"pack_length": 128, "max_length": 100}},
     ),
     "vrpo": Method(
