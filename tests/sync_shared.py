@@ -17,6 +17,7 @@ BLOCK = ("sdar", "sdar-moe", "llada2")
 BIDIRECTIONAL = ("llada", "dream", "llada-moe")
 ALL = (*BLOCK, *BIDIRECTIONAL)  # tiny-<family> is a model of each
 LORA, TWO = {"lora_rank": 4}, {"num_iterations": 2}
+IN_BLOCKS = TWO | {"block_length": 4}
 # the reference stays after 2 updates and moves after 4
 MOVES = TWO | {"max_steps": 3, "ref_sync_steps": 3, "baseline": "loo", "top_p": 0.9}
 EOSER = {"eos_policy": "eoser", "schedule": "ascending"}
@@ -39,7 +40,7 @@ METHODS = {
     "d1": Method(179, {"dream": LORA | TWO}),
     "coupled_grpo": Method(446, {"sdar": MOVES}),
     "spg": Method(155, {"llada-moe": {"num_iterations": 1, "block_length": 4}}),
-    "stabledrl": Method(269, {"llada": TWO | {"block_length": 4}}),
+    "stabledrl": Method(269, {"llada": IN_BLOCKS}),
     "bgpo": Method(
         435,
         {
@@ -64,9 +65,7 @@ METHODS = {
         },
     ),
     "tpg": Method(282, {"sdar": TWO | {"denoising_steps": 4, "train_steps": 3, "beta": 0.1}}),
-    "opsd": Method(
-        688, {"llada": LORA | TWO | {"block_length": 4}, "sdar": TWO | {"learning_rate": 1e-5}}
-    ),
+    "opsd": Method(688, {"sdar": IN_BLOCKS | {"learning_rate": 1e-5}, "llada": LORA | IN_BLOCKS}),
     "sft": Method(
         1936,
         {"dream": LORA | {"cart_p": 0.2}, "sdar": {"pack_length": 128, "max_length": 100}},

@@ -118,6 +118,7 @@ REFUSALS = {
     "algos/sft.py --foo": "try --help",
     "algos/bgpo.py --confidence-threshold 0.5": "does nothing with --remasking low_confidence_st",
     "algos/mdpo.py --remasking rcr --confidence-threshold 0.5": "does nothing with --remasking rcr",
+    "algos/distill.py --masks random --mask-ratio 0 1": "does nothing with --masks random",
     "algos/sft.py --schedule-steps 9": "--schedule-steps does nothing with --lr-schedule constant",
     "algos/sft.py --plan 1x4090": "--plan 1x4090: use 1x24 to 8x24 (GB), or 1x one of A100-40, A10",
     # numbers
