@@ -85,6 +85,7 @@ class Args(RolloutFlags):
         "low_confidence_static"
     )
     """which masked tokens a step reveals; rcr (Running Confidence Remasking) may mask them again"""
+    one_reward = True  # of every step
 
 
 # What differs on the tiny models, with all weights, and on real bidirectional models.
@@ -311,10 +312,6 @@ def main(args):
         raise SystemExit(
             f"--model {args.model}: mdpo needs a bidirectional model; a {model.attention} one "
             "predicts one block at a time, so its steps have no whole completion to grade"
-        )
-    if "+" in args.reward or args.reward == "tokens_per_forward":
-        raise SystemExit(
-            f"--reward {args.reward}: mdpo, which grades every step, has one reward, not of speed"
         )
     # >>> shared: load
     problems = Problems(args, model, RECORDS, DRAWS_TOGETHER, USES_OLD)

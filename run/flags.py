@@ -23,8 +23,11 @@ CHANGEABLE += ("micro_batch_size", "sequence_parallel", "activation_checkpointin
 MAX = (1 << 31) - 1  # of numbers: a seed times 2^32 has 63 bits
 EPS = 1e-6  # an open end of a range
 # flags that do nothing where the others, as far as there are any, have values IDLE
-NEEDS = {"confidence_threshold": ["remasking"], "schedule_steps": ["lr_schedule", "lambda_max"]}
-NEEDS["mask_ratio"] = ["masks"]
+NEEDS = {
+    "confidence_threshold": ["remasking"],
+    "schedule_steps": ["lr_schedule", "lambda_max"],
+    "mask_ratio": ["masks"],
+}
 IDLE = None, 0, "constant", "low_confidence_static", "random", "sequential", "entropy", "rcr"
 HELP = "-h", "--help"
 # lowest value of a field, or lowest and highest; a script's own come before them. Others: 0, MAX
@@ -238,6 +241,7 @@ class RolloutFlags(RunFlags):
     """of evaluation completions; 0 is greedy"""
     lora_merged_rollout: bool = False
     """merge the adapters into the sampler's bf16 weights (loses small updates)"""
+    one_reward = False  # True: a script that does more with rewards than compare those of a group
 
 
 def values_for(asked, by_size):

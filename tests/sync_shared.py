@@ -20,7 +20,6 @@ LORA, TWO = {"lora_rank": 4}, {"num_iterations": 2}
 IN_BLOCKS = TWO | {"block_length": 4}
 # the reference stays after 2 updates and moves after 4
 MOVES = TWO | {"max_steps": 3, "ref_sync_steps": 3, "baseline": "loo", "top_p": 0.9}
-EOSER = {"eos_policy": "eoser", "schedule": "ascending"}
 TREES = TWO | {"branches": (2, 2), "lambda_max": 1.0}
 TRACES = TWO | {"accuracy_range": (0.0, 9.0)}
 FAST = TRACES | {"nll_weight": 0.1, "remasking": "low_confidence_dynamic", "denoising_steps": 4}
@@ -32,7 +31,7 @@ VALUES |= {"positive_only": True, "train_steps": 2}
 
 class Method(NamedTuple):
     own: int  # the most tokens outside of shared blocks
-    runs: dict  # {family: flags} of tests/golden_runs.py
+    runs: dict  # {family: flags} of tests/golden_runs.py; the last serve all families
     families: tuple = ALL
 
 
@@ -48,8 +47,10 @@ METHODS = {
             "sdar-moe": TWO | {"mc_num": 3, "lr_schedule": "cosine"},
         },
     ),
-    "cj_grpo": Method(370, {"llada": LORA | TWO | EOSER}),
-    "mdpo": Method(988, {"llada": TWO | {"train_steps": 3, "remasking": "rcr"}}, BIDIRECTIONAL),
+    "cj_grpo": Method(
+        370, {"llada": LORA | TWO | {"eos_policy": "eoser", "schedule": "ascending"}, "sdar": TWO}
+    ),
+    "mdpo": Method(973, {"llada": TWO | {"train_steps": 3, "remasking": "rcr"}}, BIDIRECTIONAL),
     "espo": Method(459, {"llada": TWO | {"ref_sync_steps": 1, "epsilon": 4e-4}}),
     "gdpo": Method(372, {"sdar": TWO | {"mc_num": 2}}),
     "ebpo": Method(520, {"sdar": TWO | {"mc_num": 3}}, BLOCK),
@@ -64,8 +65,8 @@ METHODS = {
             "llada2": FAST,
         },
     ),
-    "tpg": Method(282, {"sdar": TWO | {"denoising_steps": 4, "train_steps": 3, "beta": 0.1}}),
-    "opsd": Method(688, {"sdar": IN_BLOCKS | {"learning_rate": 1e-5}, "llada": LORA | IN_BLOCKS}),
+    "tpg": Method(272, {"sdar": TWO | {"denoising_steps": 4, "train_steps": 3, "beta": 0.1}}),
+    "opsd": Method(691, {"llada": LORA | IN_BLOCKS, "sdar": IN_BLOCKS | {"learning_rate": 1e-5}}),
     "sft": Method(
         1936,
         {"dream": LORA | {"cart_p": 0.2}, "sdar": {"pack_length": 128, "max_length": 100}},
