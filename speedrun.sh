@@ -50,7 +50,7 @@ $PYTHON -c "import lmdeploy" 2>/dev/null && engines=6 || engines=1
 ENGINES=${ENGINES:-$((GPUS * engines))}
 evaluate teacher $ENGINES --model "$MODEL" --data "$TEST"
 evaluate samples $ENGINES --model "$MODEL" --data "$TRAIN" --split train --samples 3 \
-    --temperature 0.8 --top-p 0.95 --gen-length 256
+    --temperature 0.8 --top-p 0.95 --gen-length 512
 if [ ! -e "$OUT/rows.jsonl" ]; then
     show $PYTHON data/own_samples.py --samples "$OUT/samples" --mixed "$OUT/problems.jsonl" \
         --out "$OUT/part.jsonl" --wrong 0.5

@@ -84,12 +84,13 @@ def rates(step, args, work, matmul):
 
 
 def make_batch(args, model, device):
-    """Random tokens, masked as in sft.py. -> its Batch of this rank, its noise"""
+    """Random tokens, masked as in sft.py. -> its Batch of this rank"""
     group, groups = data_rank()
     torch.manual_seed(0)
     rows = torch.randint(model.mask_token_id, (args.rows * groups, args.length)).tolist()
     batch = sft.make_batch([([], ids) for ids in rows], args, model, 0, group, groups, device)
-    return batch, sft.sample_masks(batch, args, model.objective)
+    batch.noise = sft.sample_masks(batch, args, model.objective)
+    return batch
 
 
 def load(model, args, device):
@@ -100,11 +101,11 @@ def load(model, args, device):
     return {"seconds": timed(lambda: load_weights(model, device))[0]}
 
 
-def forward(model, batch, noise, args):
+def forward(model, batch, args):
     """The loss of a step, without its gradient."""
     with torch.no_grad():
-        for i in range(0, args.rows, args.micro_batch_size):
-            sft.micro_loss(model, batch, *noise, slice(i, i + args.micro_batch_size), args)
+        for micro, *_ in batch.micro_batches(args.micro_batch_size):
+            sft.micro_loss(model, micro, args)
 
 
 def main(args):
@@ -114,14 +115,14 @@ def main(args):
     matmul = report(facts, matmul_rate, device)["tflops"]
     model = sft.parallelize(sft.build_policy(device, args), args)
     report({"what": "load"}, load, model, args, device)
-    batch, noise = make_batch(args, model, device)
+    batch = make_batch(args, model, device)
     params = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(params, weight_decay=0.0, fused=params[0].is_cuda)
     for what, step in {
-        "forward": partial(forward, model, batch, noise, args),
-        "step": partial(sft.update, model, optimizer, batch, noise, 0, args),
+        "forward": partial(forward, model, batch, args),
+        "step": partial(sft.update, model, optimizer, batch, 0, args),
     }.items():
-        work = flops(model, args, (noise[0] != batch.input_ids).sum().item(), what == "step")
+        work = flops(model, args, (batch.noise[0] != batch.input_ids).sum().item(), what == "step")
         report({"what": what}, rates, step, args, work, matmul)
     dist.destroy_process_group()
 

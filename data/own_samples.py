@@ -45,6 +45,8 @@ def main(samples: list[str], out: str, wrong: float = 1.0, mixed: str = ""):
         truth = {"reward_model": {"ground_truth": row["gold"]}}
         verdicts[dumps(asked | truth) + "\n"].add(right)
     right = [*filter(is_right.get, is_right)]
+    if not right:
+        raise SystemExit(f"no answer of {', '.join(samples)} is right and whole")
     others = sorted(is_right.keys() - right)
     random.Random(0).shuffle(others)
     others = others[: round(wrong * len(right))]

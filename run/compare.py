@@ -50,7 +50,7 @@ def read_runs(folders):
         else:
             print(f"left out, as metrics.jsonl has no whole training step: {folder}")
     if not runs:
-        raise SystemExit("no run to compare")
+        raise SystemExit("no run to compare: give directories of runs/")
     # a terminal obeys escape sequences
     told = pd.DataFrame(told, dtype=object).map(lambda value: repr(str(value))[1:-1] or "none")
     differ = told.drop(columns=FREE, errors="ignore").loc[:, lambda flags: flags.nunique() > 1]

@@ -272,7 +272,7 @@ def values_for(asked, by_size):
 def saved_flags(directory):
     """-> {field: value} of the run of this script in `directory`"""
     config, script = read_json(directory / "config.json"), Path(sys.argv[0]).stem
-    if (other := config.get("script")) != script:
+    if (other := config.get("script", "evals/run")) != script:
         raise SystemExit(f"--resume {directory} is a run of {other}.py, not of {script}.py")
     return config["args"]
 
@@ -319,16 +319,15 @@ def print_help(args, found):
     """--help: flags in groups, whose titles are comments in the source of their dataclass, with the
     values of a run, and where those come from that the script does not set. found: `values_for`
     """
-    print(
-        "Values of the run as flags; in brackets, where those are from that the script does not set"
-    )
+    print("Flags with their values in this run; in brackets: from where, if not the script")
     kinds, last = get_type_hints(type(args)), ""
     for name, (title, about) in described(type(args)).items():
         value, (known, source) = getattr(args, name), found.get(name, (None, ""))
         if title != last:
             print(f"\n{title}:")
         last, options = title, get_args(kinds[name])
-        print(" ", *flags_of({name: value}), f"({source})" * bool(source and value == known))
+        words = flags_of({name: value is False or value}) + ["(off)"] * (value is False)
+        print(" ", *words, f"({source})" * bool(source and value == known))
         if isinstance(value, str) and options:
             print("      one of", *options)
         print("     ", about)
