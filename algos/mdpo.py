@@ -172,7 +172,7 @@ def policy_loss(estimates, old, ref, rows, args):
     """
     c = rows.weights[:, 0] / rows.batch.num_sequences  # [R, L]
     # L / M: tokens of the completion over masked tokens
-    scale = rows.weights.shape[2] / rows.masked.sum(2).to(estimates.dtype)
+    scale = rows.weights.shape[2] / rows.masked.sum(2)
     A = rows.advantages[:, None] * scale  # [R, 1]
     log_ratio = torch.zeros_like(estimates) if ref is None else ref - estimates
     kl = (log_ratio.square() / 2 * c).sum()  # k2

@@ -27,6 +27,9 @@ NEEDS = {
     "confidence_threshold": ["remasking"],
     "schedule_steps": ["lr_schedule", "lambda_max"],
     "mask_ratio": ["masks"],
+    "gamma": ["value_model", "lambda_max"],
+    "lam": ["value_model"],
+    "value_learning_rate": ["value_model"],
 }
 IDLE = None, 0, "constant", "low_confidence_static", "random", "sequential", "entropy", "rcr"
 HELP = "-h", "--help"
@@ -166,7 +169,7 @@ class RunFlags:
             raise SystemExit(f"--resume: the run had --{flag} {had}, now it is {now[name]}")
         for name, others in NEEDS.items():
             if name in cls.chosen and all(now.get(other) in IDLE for other in others):
-                other = others[0]
+                other = next(other for other in others if other in now)
                 raise SystemExit(
                     f"--{name.replace('_', '-')} does nothing with "
                     f"--{other.replace('_', '-')} {now[other]}"

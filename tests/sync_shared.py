@@ -50,13 +50,13 @@ METHODS = {
     "cj_grpo": Method(
         370, {"llada": LORA | TWO | {"eos_policy": "eoser", "schedule": "ascending"}, "sdar": TWO}
     ),
-    "mdpo": Method(973, {"llada": TWO | {"train_steps": 3, "remasking": "rcr"}}, BIDIRECTIONAL),
+    "mdpo": Method(966, {"llada": TWO | {"train_steps": 3, "remasking": "rcr"}}, BIDIRECTIONAL),
     "espo": Method(459, {"llada": TWO | {"ref_sync_steps": 1, "epsilon": 4e-4}}),
     "gdpo": Method(372, {"sdar": TWO | {"mc_num": 2}}),
     "ebpo": Method(520, {"sdar": TWO | {"mc_num": 3}}, BLOCK),
     "wd1": Method(225, {"llada": LORA | TWO | {"psi": 0.5}}),
     "justgrpo": Method(314, {"llada": LORA | TWO | {"denoising_steps": 4, "train_steps": 3}}),
-    "dtreerpo": Method(1178, {"llada": LORA | TREES, "sdar": TREES}),
+    "dtreerpo": Method(1158, {"llada": LORA | TREES, "sdar": TREES}),
     "tracerl": Method(
         1197,
         {
@@ -79,7 +79,7 @@ METHODS = {
         },
     ),
     "distill": Method(
-        691, {"llada": LORA | OWN | {"blocks": (4, 8)}, "sdar": OWN | {"masks": "random"}}
+        688, {"llada": LORA | OWN | {"blocks": (4, 8)}, "sdar": OWN | {"masks": "random"}}
     ),
 }
 OFFLINE = ("sft", "vrpo", "distill")
