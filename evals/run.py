@@ -57,7 +57,7 @@ from evals.report import write_report
 from evals.results import summary, table
 from evals.rewards import load_reward
 from evals.samples import gather, generated, given, scored
-from models import load_tokenizer, prompt_ids
+from models import load_tokenizer, prompt_ids, whole_name
 from rollout import make_engine
 
 
@@ -115,6 +115,7 @@ class Args(SamplerFlags):
             if "tasks" not in saved:
                 raise SystemExit(f"--resume {args.resume} is no evaluation")
             args = tyro.cli(cls, args=words, default=cls(**saved))
+        args.model = whole_name(args.model)
         return args
 
 

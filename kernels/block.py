@@ -31,8 +31,8 @@ from kernels.decode import cached_attention
 from kernels.graphs import Graphs, can_record
 from models.experts import Experts
 from rollout.block import BlockEngine, empty_cache
-from rollout.engine import ADAPTIVE, BROKEN, select
-from rollout.sampling import int64, keyed_uniform
+from rollout.engine import ADAPTIVE, select
+from rollout.sampling import keyed_state, keyed_uniform
 from rollout.traces import num_replays
 
 # Shapes are rounded up, so that few graphs serve all: cache widths to multiples of WIDTHS, the
@@ -46,10 +46,10 @@ PREFILL = 1 << 15  # most tokens in one forward of prompts
 RIDGE = 128
 
 
-# Of each sample: first position of its current block, end of its last one; whether its logits were
-# not finite; step in the block, post-editing steps, forwards so far; first position of its
-# completion, index in the rollout; steps that its last block has. The host reads the first three.
-State = namedtuple("State", "start end broken step edits forwards first index limit")
+# Of each sample: first position of its current block, end of its last one; step in the block,
+# post-editing steps, forwards so far; first position of its completion; number of the last step of
+# its last block. The host reads the first two.
+State = namedtuple("State", "start end step edits forwards first final")
 
 
 class Slots:
@@ -57,8 +57,9 @@ class Slots:
 
     N samples wait or are decoded; R slots hold the KV cache of those being decoded. Slot r decodes
     sample[r], and row r of k, v [R, K, S, h] of each layer holds its keys and values.
-    state [9, N]: see `State`. canvas [3, N, S]: tokens, whether masked, step map, at absolute
-    positions. history: tokens and logps [history, N, S] of each step, for Trace.records; 0: none.
+    state [7, N]: see `State`. canvas [4, N, S]: tokens, whether masked, step map, `keyed_state` of
+    all keys of a position, at absolute positions. history: tokens and logps [history, N, S] of each
+    step, for Trace.records; 0: none.
     """
 
     def __init__(self, model, N, R, S, history):
@@ -66,11 +67,11 @@ class Slots:
         empty = partial(torch.zeros, device=weight.device)
         self.sizes = N, R, S, history
         self.state = empty(len(State._fields), N, dtype=torch.long)
-        self.canvas = empty(3, N, S, dtype=torch.long)
+        self.canvas = empty(4, N, S, dtype=torch.long)
         self.logps = empty(N, S, dtype=torch.promote_types(weight.dtype, torch.float32))
         tokens = empty(history, N, S, dtype=torch.int32)
         self.history = tokens, empty(tokens.shape, dtype=self.logps.dtype)
-        self.seed, self.sample = empty((), dtype=torch.long), empty(R, dtype=torch.long)
+        self.sample = empty(R, dtype=torch.long)
         self.eos = empty(len(model.eos_token_ids), dtype=torch.long)
         self.cache = empty_cache(model, R, S)
 
@@ -87,12 +88,12 @@ class Slots:
         self.canvas[0, :N, : prompts.shape[1]] = prompts.to(device)[owner]
         self.state.zero_(), self.logps.zero_(), self.history[0].fill_(-1)
         self.eos.copy_(torch.tensor(settings["eos_token_ids"]))
-        self.seed.fill_(int64(settings["seed"]))
-        ids, masked, step_map = self.canvas[:, :N]
+        ids, masked, step_map, key = self.canvas[:, :N]
         forwards = known.write_to((ids, step_map, self.logps), P) if known else none
         column = torch.arange(ids.shape[1], device=device)
         is_new = column >= P[:, None]
         masked.copy_(is_new & (step_map < 0))
+        key.copy_(keyed_state(settings["seed"], sample_index[:, None], column - P[:, None]))
         # of the first block with a mask; those before it are in the cache when the sample enters
         start = torch.minimum((masked.cumsum(1) == 0).sum(1) // n * n, end)
         has_eos = torch.isin(ids, self.eos) & is_new & (column < start[:, None])
@@ -101,8 +102,8 @@ class Slots:
         zero = P // n * n
         end = torch.minimum(end, zero + min(-(-part.stop // steps) * n, len(column)))
         step = (part.start - (start - zero) // n * steps).clamp(min=0)
-        limit = part.stop - (end - n - zero) // n * steps
-        state = start, end, none, step, none, forwards, P, sample_index, limit
+        final = part.stop - 1 - (end - n - zero) // n * steps
+        state = start, end, step, none, forwards, P, final
         self.state[:, :N] = torch.stack(state)
 
     def copy(self, source, target, width):
@@ -113,10 +114,10 @@ class Slots:
                 values[target, :, :width] = values[source, :, :width]
 
     def progress(self):
-        """Start a copy of the progress to the host. -> function that waits for it -> start, end,
-        broken: lists of N ints
+        """Start a copy of the progress to the host. -> function that waits for it -> start, end:
+        lists of N ints
         """
-        there = self.state[:3].to("cpu", non_blocking=True, copy=True)  # pinned, if from a GPU
+        there = self.state[:2].to("cpu", non_blocking=True, copy=True)  # pinned, if from a GPU
         if self.state.is_cpu:
             return there.tolist
         arrived = torch.cuda.current_stream(self.state.device).record_event()
@@ -181,7 +182,7 @@ class FastBlockEngine(BlockEngine):
         # A step depends on these only through its tensors; all else is part of the graph.
         varying = "seed", "num_samples", "gen_length", "eos_token_ids", "steps"
         key = tuple(value for name, value in rule.items() if name not in varying)
-        start, end, _ = slots.progress()()
+        start, end = slots.progress()()
         places = list(range(N, N + R))  # the sample in each slot; a finished one in a free slot
         self._place(slots, places, ())
         entered = launched = 0  # samples taken from the queue; steps
@@ -213,11 +214,7 @@ class FastBlockEngine(BlockEngine):
             before, unseen = unseen, slots.progress()
             launched += 1
             if before:
-                start, end, broken = before()
-                if any(broken):
-                    bad = State(*slots.state).index[torch.tensor(broken).bool()].tolist()
-                    self.release()  # the cache may hold NaN
-                    raise SystemExit(BROKEN.format(bad[:8]))
+                start, end = before()
 
     def _is_joined(self, R, rule, number):
         """Whether step `number` of a rollout is joined. Affects speed only."""
@@ -276,16 +273,15 @@ class FastBlockEngine(BlockEngine):
         in a few scatters: at small batches every kernel launch counts.
         """
         n, row = self.model.block_length, slots.sample[:R]
-        start, end, broken, step, edits, forwards, first, index, limit = slots.state[:, row]
+        start, end, step, edits, forwards, first, final = slots.state[:, row]
         live = start < end
         arange = torch.arange(2 * n, device=self.device)
         last = (width // n - 1) * n  # a finished row may end behind `width`
-        place = lambda: start.clamp(max=last)[:, None] + arange[:n]  # [R, n]
-        at = seen = place()
+        at = seen = start.clamp(max=last)[:, None] + arange[:n]  # [R, n]
         if joined:
             goes_on = live & ~slots.canvas[1, row[:, None], at].any(1)
-            start, step = start + n * goes_on, step * ~goes_on
-            at = place()
+            ahead = n * goes_on
+            start, step, at = start + ahead, step * ~goes_on, at + ahead[:, None]
             # the previous block and this one; the first block has none before it
             seen = (at[:, :1] - n).clamp(min=0) + arange
         cache = [(k[:R, :, :width], v[:R, :, :width]) for k, v in slots.cache]
@@ -295,16 +291,18 @@ class FastBlockEngine(BlockEngine):
             hidden = hidden.take_along_dim((at - seen[:, :1])[..., None], 1)
 
         here = row[:, None], at
-        block, masked, step_map = slots.canvas[:, *here]
+        block, masked, step_map, key = slots.canvas[:, *here]
         masked = masked.bool() & live[:, None]
         offset = at - first[:, None]
-        key = slots.seed, index[:, None], offset, step[:, None]
-        uniform = keyed_uniform(*key, "token")
+        draw = partial(keyed_uniform, step[:, None], state=key)
+        # greedy draws read no numbers
+        uniform = draw("token") if rule["temperature"] else offset
         drawn, logps, confidence = self._sample(hidden, uniform, rule)
         if rule["remasking"] == "random":
-            confidence = keyed_uniform(*key, "order").to(logps.dtype)
+            confidence = draw("order").to(logps.dtype)
         base, remainder = divmod(n, rule["denoising_steps"])
-        quota = (base + (step < remainder))[:, None]  # `reveal_quota` at each row's own step
+        # `reveal_quota` at each row's own step
+        quota = base + (step < remainder)[:, None] if remainder else base
         chosen = select(confidence, masked, quota, **rule)
         rest, was_noisy = masked & ~chosen, masked.any(1)
         is_whole, is_committed = was_noisy & ~rest.any(1), live & ~was_noisy
@@ -321,15 +319,16 @@ class FastBlockEngine(BlockEngine):
             kept = masked if rule["records"] == "draws" else chosen
             for values, new in zip(slots.history, (drawn.int(), logps), strict=True):
                 values[when] = torch.where(kept, new, values[when])
+        following = start + n
         if rule["stop_at_eos"]:
             has_eos = ((block[..., None] == slots.eos).any(-1) & (offset >= 0)).any(1)
-            end = torch.where(is_whole & has_eos, start + n, end)
-        is_last = is_whole | was_noisy & (step + 1 >= limit)
-        is_done = is_committed | (is_last & (start + n >= end))
-        broken = broken | (masked & ~logps.isfinite()).any(1)
+            end = torch.where(is_whole & has_eos, following, end)
+        is_last = is_whole | was_noisy & (step >= final)
+        is_done = is_committed | (is_last & (following >= end))
         step_map = torch.where(chosen, step[:, None], step_map)
-        start, step, forwards = start + n * is_done, (step + live) * ~is_done, forwards + live
-        slots.canvas[:, *here] = torch.stack([block, rest, step_map])
+        start = torch.where(is_done, following, start)
+        step, forwards = (step + live) * ~is_done, forwards + live
+        slots.canvas[:, *here] = torch.stack([block, rest, step_map, key])
         slots.logps[here] = torch.where(chosen, logps, slots.logps[here])
-        state = start, end, broken, step, edits, forwards, first, index, limit
+        state = start, end, step, edits, forwards, first, final
         slots.state[:, row] = torch.stack(state)

@@ -15,4 +15,4 @@ from models.checkpoint import (
 from models.experts import router_metrics
 from models.layers import set_speed
 from models.lora import adapters_off, add_lora, export_adapter, save_adapter
-from models.names import MODELS, is_tiny, sampling_facts, source_of
+from models.names import MODELS, is_tiny, sampling_facts, source_of, whole_name

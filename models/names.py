@@ -1,5 +1,6 @@
 """The names that --model takes, and the directory or configuration that each of them stands for."""
 
+import os
 from pathlib import Path
 
 from distributed.disk import one_line, read_json
@@ -161,6 +162,11 @@ def source_of(name_or_dir):
     name, revision = pinned(name_or_dir)
     source = MODELS.get(name, name) + (f"@{revision}" if revision else "")
     return str(Path(source).resolve()) if Path(source).is_dir() else source
+
+
+def whole_name(name):
+    """as --model -> the whole path of a directory, unless its name is a key of MODELS; or itself"""
+    return os.path.abspath(name) if name not in MODELS and os.path.isdir(name) else name
 
 
 def pinned(name_or_dir):

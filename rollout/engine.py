@@ -6,6 +6,7 @@ import math
 import sys
 from dataclasses import asdict, dataclass
 from functools import partial
+from operator import itemgetter
 
 import torch
 
@@ -13,7 +14,7 @@ from distributed.disk import progress
 from distributed.sharding import cuda_bytes
 from models.lora import adapter_tensors
 from models.tensors import tensor_names
-from rollout.sampling import keyed_uniform, sample_categorical
+from rollout.sampling import keyed_state, keyed_uniform, sample_categorical
 from rollout.schedules import block_quotas, eoser_weight, reveal_shares
 from rollout.traces import Trace, among, below, concatenate, num_replays, scored
 
@@ -103,8 +104,9 @@ def select(confidence, masked, quota, remasking, confidence_threshold, factor, e
                                 and JetEngine; the paper (EB-Sampler, arXiv 2505.24857) leaves the
                                 largest of these entropies out of the sum
     """
+    rank = torch.arange(masked.shape[1], device=masked.device)
     if remasking == "sequential":
-        confidence = -torch.arange(masked.shape[1], device=masked.device).float().expand_as(masked)
+        confidence = -rank.float().expand_as(masked)
     # a block that begins with prompt tokens may have fewer masks
     number = masked.sum(1, keepdim=True).clamp(max=quota)
     score = confidence.masked_fill(~masked, -math.inf)
@@ -112,11 +114,11 @@ def select(confidence, masked, quota, remasking, confidence_threshold, factor, e
     if remasking == "low_confidence_dynamic":
         number = torch.maximum(number, (score > confidence_threshold).sum(1, keepdim=True))
     elif remasking == "low_confidence_factor":
-        above = torch.arange(2, score.shape[1] + 2, device=score.device)
-        number = torch.maximum(number, (above * (1 - score) < factor).sum(1, keepdim=True))
+        few = (rank + 2) * (1 - score) < factor
+        number = torch.maximum(number, few.sum(1, keepdim=True))
     elif remasking == "entropy_bounded":
         number = torch.maximum(number, ((-score).cumsum(1) <= eb_threshold).sum(1, keepdim=True))
-    return order.argsort(dim=1) < number
+    return torch.empty_like(masked).scatter_(1, order, rank < number)
 
 
 def truncate(logits, temperature, top_k=0, top_p=1.0):
@@ -421,10 +423,6 @@ class Engine:
             kept = cache if settings["cache"] == "none" else {}  # a new one
             block = CurrentBlock(*live, start, quota, first_step, kept)
             tokens[here], steps, new_logps, forwards, changes = self._denoise(block, settings)
-            # NaN counts as the highest confidence, so it has been revealed and is found here.
-            if (broken := ~new_logps.isfinite().all(1)).any():
-                bad = sample_index[row[broken]].unique().tolist()
-                raise SystemExit(BROKEN.format(bad[:8]))
             # a token is revealed in one part only: elsewhere its step is -1 and its logp 0
             step_map[here] = torch.maximum(steps, step_map[here])
             logps[here] += new_logps
@@ -472,9 +470,10 @@ class Engine:
         masked, logps, history = ids == self.model.mask_token_id, 0.0 * ids, []
         # rcr: confidences of the block's tokens, and how many of them stay after this step
         running, due = logps, 0
-        uniform = partial(keyed_uniform, settings["seed"], block.sample_index[:, None])
         # places in the completion: of the block, and of the masks behind it
-        inside, behind = block.offset[:, block.first :].tensor_split([n], 1)
+        places = block.offset[:, block.first :]
+        key = keyed_state(settings["seed"], block.sample_index[:, None], places)
+        inside, behind = (partial(keyed_uniform, state=some) for some in key.tensor_split([n], 1))
         window = None  # the first forward of a block runs all columns
         edits = settings["editing_threshold"] is not None
         working, post_steps = masked.any(1), 0  # rows that need more forwards
@@ -485,19 +484,19 @@ class Engine:
                 continue  # no mask is left, or this step of the schedule reveals nothing
             if number not in settings["steps"]:
                 continue  # another part of the rollout
-            drawing, draws = masked, uniform(inside, step, "token")
+            drawing, draws = masked, inside(step, "token")
             if kind == "states":  # also predict the masks behind the block, for the record alone
-                more = uniform(behind, number, "guess")
+                more = behind(number, "guess")
                 drawing = torch.cat([masked, masked.any(1, keepdim=True).expand(more.shape)], 1)
                 draws = torch.cat([draws, more], 1)
             hidden = self._forward(block, block.first, draws.shape[1], window)
-            window = {"none": None, "prefix": n + behind.shape[1], "dual": n}[settings["cache"]]
+            window = {"none": None, "prefix": places.shape[1], "dual": n}[settings["cache"]]
             drawn = self._sample(hidden, draws, settings)
             replay = step if self.is_block else number
             if kind in ("draws", "states"):
                 history.append((replay, drawn[0].where(drawing, -1), drawn[1]))
             token, token_logps, confidence = (values[:, :n] for values in drawn)
-            order = partial(uniform, inside, step, "order")
+            order = partial(inside, step, "order")
             score = self._score(confidence, token, number, order, settings)
             due += quota
             num_forwards += working
@@ -514,7 +513,7 @@ class Engine:
                 is_noisy = masked.any(1)
                 may_edit = working & (is_noisy | (post_steps < settings["max_post_steps"]))
                 is_sure = token_logps.exp() > settings["editing_threshold"]
-                new |= may_edit[:, None] & ~masked & (inside >= 0) & (token != ids) & is_sure
+                new |= may_edit[:, None] & ~masked & (places[:, :n] >= 0) & (token != ids) & is_sure
                 post_steps += ~is_noisy
             ids.copy_(torch.where(new, token, ids).masked_fill(again, self.model.mask_token_id))
             logps = torch.where(new, token_logps, logps).masked_fill(again, 0.0)
@@ -553,6 +552,10 @@ class Engine:
         canvas: tokens, step_map, logps [N, S]; history: tokens, -1 where none, and their logps
         [K or more, N, S], where there are records; first, end [N]: columns of the completions
         """
+        # NaN counts as the highest confidence, so it has been revealed and is found here.
+        if (broken := ~canvas[2].isfinite().all(1)).any():
+            self.release()  # the cache may hold NaN
+            raise SystemExit(BROKEN.format(sample_index[broken].tolist()[:8]))
         canvas_length = end - first
         on_canvas = below(canvas_length, int(canvas_length.max()))  # [N, L]
         offset = torch.arange(on_canvas.shape[1], device=self.device)
@@ -605,4 +608,5 @@ class Engine:
                 best, second = p.topk(2).values.unbind(-1)
                 confidence = best - second
             parts.append((token, logps, confidence))
-        return [torch.cat(values).view(uniform.shape) for values in zip(*parts, strict=True)]
+        join = torch.cat if len(parts) > 1 else itemgetter(0)  # at few rows a copy counts
+        return [join(values).view(uniform.shape) for values in zip(*parts, strict=True)]

@@ -25,15 +25,8 @@ def _splitmix64(x):
     return x ^ _shift_right(x, 31)
 
 
-def keyed_uniform(*key):
-    """Uniform numbers of a counter-based generator: equal keys give equal numbers on every device,
-    rank and batch layout.
-
-    key: ints, int64 tensors that broadcast together, and words of up to 7 bytes, which keep the
-    streams of different uses apart. -> fp64 in [0, 1) with 53 random bits, of the broadcast shape,
-    on the device of the tensors.
-    """
-    state = 0
+def keyed_state(*key, state=0):
+    """The state of the generator below after the parts of a key, from `state` on. -> int64"""
     for part in key:
         if isinstance(part, str):
             assert len(part.encode()) <= 7, f"{part}: words with a common start would share a key"
@@ -41,7 +34,18 @@ def keyed_uniform(*key):
         if not isinstance(part, torch.Tensor):
             part = torch.tensor(int64(part))
         state = _splitmix64((state ^ part) + GOLDEN)
-    return _shift_right(state, 11).double() * 2.0**-53
+    return state
+
+
+def keyed_uniform(*key, state=0):
+    """Uniform numbers of a counter-based generator: equal keys give equal numbers on every device,
+    rank and batch layout.
+
+    key: ints, int64 tensors that broadcast together, and words of up to 7 bytes, which keep the
+    streams of different uses apart. state: the `keyed_state` of parts before them. -> fp64 in
+    [0, 1) with 53 random bits, of the broadcast shape, on the device of the tensors.
+    """
+    return _shift_right(keyed_state(*key, state=state), 11).double() * 2.0**-53
 
 
 def sample_categorical(logits, uniform, temperature=1.0):

@@ -13,7 +13,7 @@ from typing import Literal, get_args, get_type_hints
 
 from data.rows import whole_path
 from distributed.disk import read_json
-from models import is_tiny, sampling_facts
+from models import is_tiny, sampling_facts, whole_name
 
 # tasks whose own problems have prompts without words, for the tiny models -> the preset with words
 WORDED = {"countdown": "cd3", "sudoku": "sudoku4-tags"}
@@ -22,16 +22,29 @@ CHANGEABLE = ("max_steps", "track", "resume", "dead_steps", "plan", "reward_erro
 CHANGEABLE += ("micro_batch_size", "sequence_parallel", "activation_checkpointing")  # other GPUs
 MAX = (1 << 31) - 1  # of numbers: a seed times 2^32 has 63 bits
 EPS = 1e-6  # an open end of a range
-# flags that do nothing where the others, as far as there are any, have values IDLE
+# flags that do nothing where the others, as far as there are any, are 0, off or IDLE
 NEEDS = {
     "confidence_threshold": ["remasking"],
     "schedule_steps": ["lr_schedule", "lambda_max"],
-    "mask_ratio": ["masks"],
-    "gamma": ["value_model", "lambda_max"],
-    "lam": ["value_model"],
+    "lora_alpha": ["lora_rank"],
+    "lora_targets": ["lora_rank"],
+    "lora_merged_rollout": ["lora_rank"],
+    "epsilon": ["num_iterations"],  # in one update the ratio is 1
+    "clip_ratio": ["num_iterations"],
+    "kl_to_old": ["num_iterations"],
+    "ref_sync_steps": ["beta"],
+    "ref_mixup": ["beta"],
     "value_learning_rate": ["value_model"],
+    "lam": ["value_model"],
+    "gamma": ["value_model", "lambda_max"],
+    "mask_ratio": ["masks"],
 }
-IDLE = None, 0, "constant", "low_confidence_static", "random", "sequential", "entropy", "rcr"
+IDLE = {
+    "remasking": ["low_confidence_static", "random", "sequential", "entropy", "rcr"],
+    "lr_schedule": ["constant"],
+    "num_iterations": [1],
+    "masks": ["random"],
+}
 HELP = "-h", "--help"
 # lowest value of a field, or lowest and highest; a script's own come before them. Others: 0, MAX
 RANGES = {
@@ -161,6 +174,7 @@ class RunFlags:
             print_help(args, found)
             raise SystemExit(0)
         check_numbers(args)
+        args.model = whole_name(args.model)
         before, now = json.loads(json.dumps([vars(cls()) | first, vars(args)]))
         cls.chosen = {name: now[name] for name in now if now[name] != before[name]}
         if asked.resume and (changed := cls.chosen.keys() - CHANGEABLE):
@@ -168,7 +182,9 @@ class RunFlags:
             flag, had = name.replace("_", "-"), before[name]
             raise SystemExit(f"--resume: the run had --{flag} {had}, now it is {now[name]}")
         for name, others in NEEDS.items():
-            if name in cls.chosen and all(now.get(other) in IDLE for other in others):
+            if name in cls.chosen and all(
+                now.get(other, 0) in (0, *IDLE.get(other, ())) for other in others
+            ):
                 other = next(other for other in others if other in now)
                 raise SystemExit(
                     f"--{name.replace('_', '-')} does nothing with "

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
+import pytest
 import torch
 
 from models.tiny import TINY_CONFIGS, random_model
@@ -237,35 +238,40 @@ def row_logps(model, clean, noisy, temperature=1.0):
     return (logits / temperature).masked_fill(is_mask, -math.inf).log_softmax(-1)
 
 
+def log_p_of(model, clean, noisy, valid, temperature=1.0):
+    """`row_logps` of every row of every copy alone, [R, T], [R, K, T], [R, T] -> [R, K, T, V], 0 at
+    padding.
+    """
+    found = torch.zeros(*noisy.shape, model.lm_head.out_features, dtype=torch.float64)
+    for r, k in itertools.product(*map(range, noisy.shape[:2])):
+        at = valid[r]
+        found[r, k, at] = row_logps(model, clean[r, at], noisy[r, k, at], temperature)
+    return found
+
+
 def naive_logps(model, rows):
     """draw_logps with a forward and a graph for every block of every draw. -> [R, K, L]"""
-    (R, K, L), found = rows.weights.shape, []
-    for r, k in itertools.product(range(R), range(K)):
-        valid = rows.valid_mask[r]
-        clean, masked = rows.input_ids[r][valid], rows.masked[r, k][valid]
-        P = int(valid[:-L].sum())
-        targets = clean[P:] if rows.targets is None else rows.targets[r, k][valid[-L:]]
-        log_p = row_logps(model, clean, torch.where(masked, MASK, clean), rows.temperature)
-        logps = log_p[P:].gather(1, targets[:, None])[:, 0]
-        logps = torch.nn.functional.pad(logps, (0, L - len(targets)))
-        found.append(torch.where(rows.weights[r, k] != 0, logps, 0.0))
-    return torch.stack(found).view(R, K, L)
+    clean, w, valid = rows.input_ids[:, None], rows.weights, rows.valid_mask
+    noisy, L = torch.where(rows.masked, MASK, clean), w.shape[2]
+    log_p = log_p_of(model, rows.input_ids, noisy, valid, rows.temperature)[:, :, -L:]
+    targets = clean[..., -L:].expand_as(w) if rows.targets is None else rows.targets
+    return torch.where(w != 0, log_p.gather(3, targets[..., None])[..., 0], 0.0)
 
 
 def distillation(model, teacher, rows, args):
     """d-OPSD's loss from its paper, of rows as the teacher sees them."""
     loss, prompts = 0.0, rows.batch.num_sequences / args.num_generations
+    given, L = (rows.input_ids, rows.valid_mask), rows.weights.shape[2]
+    p, q = (
+        log_p_of(one, given[0], torch.where(masked, MASK, given[0][:, None]), given[1])[:, :, -L:]
+        for one, masked in ((model, rows.student), (teacher, rows.masked))
+    )
     for r, k in itertools.product(*map(range, rows.masked.shape[:2])):
-        valid, here = rows.valid_mask[r], rows.weights[r, k] * rows.advantages[r]
-        clean, P = rows.input_ids[r][valid], int(valid[: rows.batch.P].sum())
-        views = (torch.where(m[r, k][valid], MASK, clean) for m in (rows.student, rows.masked))
-        p, q = (
-            row_logps(one, clean, ids) for one, ids in zip((model, teacher), views, strict=True)
-        )
-        places = sorted(here.nonzero()[:, 0].tolist(), key=lambda i: -q[P + i].max())  # noqa: B023
+        here = rows.weights[r, k] * rows.advantages[r]
+        places = sorted(here.nonzero()[:, 0].tolist(), key=lambda i: -q[r, k, i].max())  # noqa: B023
         for i in places[: int(rows.revealed[r, k])]:
-            top = q[P + i].topk(args.teacher_top_k).indices
-            a, b = (x[P + i, top] - x[P + i, top].logsumexp(0) for x in (p, q))
+            top = q[r, k, i].topk(args.teacher_top_k).indices
+            a, b = (x[r, k, i, top] - x[r, k, i, top].logsumexp(0) for x in (p, q))
             loss += here[i] * (a.exp() * (a - b)).clamp(max=args.kl_clip).sum() / prompts
     return loss
 
@@ -363,6 +369,11 @@ RELEASED = json.loads((Path(__file__).parent / "golden/released.json").read_text
 TEXT = torch.tensor(RELEASED["text"])
 
 
+def codes_of(masks):
+    """A digit for each token of the draws of rows -> [R, K, T]"""
+    return torch.tensor([[[*map(int, draw)] for draw in rows] for rows in masks])
+
+
 def tilted(tilt=0.0, config=TINY_LLADA):
     """A tiny model; tilt: how far it is from the first."""
     model = random_model(config)
@@ -375,3 +386,10 @@ def tilted(tilt=0.0, config=TINY_LLADA):
 def estimates_of(module, model, rows, args):
     with torch.no_grad():
         return module.estimate_logps(module.draw_logps(model, rows), rows, args)
+
+
+def assert_released(loss, norm, module, rows, args):
+    """An update on the rows has the loss, and the norm of the gradient, of the released code."""
+    metrics, grads = updated(module, tilted(), rows, args)
+    assert metrics["loss/total"] == pytest.approx(loss, abs=1e-5)
+    assert grads.norm().item() == pytest.approx(norm, rel=1e-5)

@@ -9,11 +9,9 @@ import ast
 import io
 import sys
 import tokenize
-from pathlib import Path
 
-from sync_shared import METHODS, shared_blocks, source, without
+from sync_shared import METHODS, ROOT, shared_blocks, source, without
 
-ROOT = Path(__file__).resolve().parents[1]
 LAYOUT = {
     getattr(tokenize, name)
     for name in "COMMENT NL NEWLINE INDENT DEDENT ENCODING ENDMARKER".split()

@@ -10,14 +10,16 @@ from oracles import (
     MASK,
     PROMPTS,
     RELEASED,
+    assert_released,
+    codes_of,
     gradient,
+    log_p_of,
     made_batch,
     relative,
-    row_logps,
-    tilted,
     tiny_model,
     updated,
 )
+from test_methods import is_uniform
 
 from algos import distill
 from data.own_samples import right_answers
@@ -34,14 +36,12 @@ GOLDEN, BLOCKS = RELEASED["distill"], {"random": (4, 4), "steps": (2, 6)}
 @pytest.mark.parametrize("row", GOLDEN["rows"], ids=lambda row: row["code"])
 def test_the_loss_is_that_of_the_released_code(row):
     """compute_loss of one answer after the other, the mask token left out as in ours."""
-    codes = torch.tensor([[[*map(int, draw)] for draw in rows] for rows in GOLDEN["masks"]])
+    codes = codes_of(GOLDEN["masks"])
     batch = made_batch(torch.tensor(GOLDEN["text"]), torch.ones(2, 12) > 0, mask=257)
     batch.advantages = torch.ones(2)
     rows = Rows(batch, codes > 0, codes[..., 6:] == 2).for_update(4, True, True)
     args = distill.Args(batch_size=2, micro_batch_size=2, **row["flags"])
-    metrics, grads = updated(distill, tilted(), rows, args)
-    assert metrics["loss/total"] == pytest.approx(row["loss"], abs=1e-5)
-    assert grads.norm().item() == pytest.approx(row["norm"], rel=1e-5)
+    assert_released(row["loss"], row["norm"], distill, rows, args)
 
 
 def rolled(model, masks):
@@ -63,13 +63,13 @@ def test_an_update_is_that_of_the_full_graph(family, masks):
     """Loss and gradient in fp64, all logits at once, in micro-batches of any size."""
     model = tiny_model(family)
     args, rows = rolled(model, masks)
-    loss = 0.0
+    loss, clean, valid = 0.0, rows.input_ids, rows.valid_mask
+    noisy, L = torch.where(rows.masked, MASK, clean[:, None]), rows.weights.shape[2]
+    whole = [log_p_of(model, clean, noisy, valid, T)[:, :, -L:] for T in (1.0, 0.5)]
     for r, k in torch.cartesian_prod(torch.arange(3), torch.arange(2)).tolist():
-        valid = rows.valid_mask[r]
-        clean, at = rows.input_ids[r][valid], rows.weights[r, k][valid[rows.batch.P :]] > 0
-        noisy, n = torch.where(rows.masked[r, k][valid], MASK, clean), len(at)
-        log_p, log_q = (row_logps(model, clean, noisy, T)[-n:][at] for T in (1.0, 0.5))
-        targets = clean[-n:][at]
+        at = rows.weights[r, k] > 0
+        log_p, log_q = (values[r, k, at] for values in whole)
+        targets = clean[r, -L:][at]
         entropies = -(log_q.exp() * log_q.clamp(min=-1e9)).sum(1)[log_p.argmax(1) == targets]
         if at.any():
             loss = loss - log_p.gather(1, targets[:, None]).mean() / 3
@@ -101,8 +101,7 @@ def test_the_law_of_the_masks(masks, progress, block):
     assert work.max() == 1 and (rows.weights > 0).le(rows.masked[..., 2:]).all()
     assert (work.sum(1) == block).all() and not rows.masked[..., :2].any()
     picked = work.argmax(1) // block
-    shares = picked.bincount() / n
-    assert len(shares) == 12 // block and (shares * len(shares) - 1).abs().max() < 0.12
+    assert is_uniform(picked, 12 // block)
     behind = torch.arange(14) >= (picked[:, None] + 1) * block
     assert (rows.masked[..., 2:] & ~(rows.weights > 0) == behind[:, None]).all()
     number = rows.weights[:, 0].sum(1)

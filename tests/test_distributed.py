@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from oracles import MASK, tiny_model
+from test_models import ragged
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from algos import d1
@@ -20,12 +21,8 @@ EXPERTS = {"model_type": "sdar_moe", "num_experts": 4, "num_experts_per_tok": 2}
 EXPERTS |= {"moe_intermediate_size": 16, "norm_topk_prob": True}
 
 
-def batch_of(rows=8, length=12):
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(0, 5, (rows, length), generator=generator)
-    valid = torch.arange(length) >= torch.arange(rows)[:, None] % 4  # left padding
-    score = (torch.rand(rows, 2, length, generator=generator) < 0.4) & valid[:, None]
-    return ids, torch.where(score, MASK, ids[:, None]), score, valid
+def batch_of(rows=8):
+    return ragged([12 - row % 4 for row in range(rows)], mask=MASK)
 
 
 def accumulate(model, batch, scale=1.0, every=False):

@@ -3,7 +3,6 @@
 import os
 import re
 import shlex
-import sys
 from importlib import import_module
 from pathlib import Path
 from string import Template
@@ -12,7 +11,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 import tyro
+from golden_runs import parsed
 from readme_table import readme_with_table
+from sync_shared import ROOT
 
 from evals import load_task, score_all
 from evals.rewards import REWARDS, load_reward, reward_names
@@ -23,7 +24,6 @@ from run import plan, problems
 from run.flags import RunFlags, check_numbers
 from run.problems import sampling_of
 
-ROOT = Path(__file__).parents[1]
 PAGES = ["README.md", "docs/**/*.md", "models/*/*.md"]
 PAGES = [page for pattern in PAGES for page in sorted(ROOT.glob(pattern))]
 METHODS = [page.stem for page in PAGES if page.parent.name == "algos"]
@@ -161,8 +161,7 @@ def test_recipes_parse_and_fit_the_gpus_that_they_name(monkeypatch):
     for command, ranks in rows:
         words, machine["ranks"] = shlex.split(Template(command).substitute(names)), int(ranks)
         script = import_module(words[0][:-3].replace("/", "."))
-        monkeypatch.setattr(sys, "argv", words)
-        args = script.Args.parse(script.BY_SIZE)
+        args = parsed(Path(words[0]).stem, *words[1:])
         kind = args.model, args.lora_rank, args.lora_targets
         if kind not in networks:
             networks[kind] = script.build_policy(torch.device("cuda"), args)

@@ -4,8 +4,8 @@ import math
 
 import pytest
 import torch
-from oracles import EOS, tilted, tiny_model, updated
-from test_samplers import exact_distribution, reveal_quota, toy
+from oracles import EOS, few_tokens, tilted, tiny_model, updated
+from test_samplers import exact_distribution, reveal_quota
 
 from algos import dtreerpo
 from rollout import make_engine
@@ -58,12 +58,13 @@ def test_segments_of_one_step(family):
 
 @pytest.mark.parametrize("remasking", ["low_confidence_static", "entropy", "sequential"])
 @pytest.mark.parametrize("family", ["sdar", "llada"])
+@torch.no_grad()
 def test_when_this_is_the_likelihood(family, remasking):
     """That of an enumeration of all draws: if the order of reveals does not depend on them."""
-    engine, prompt = toy(family), [3, 1, 4, 2, 0]
+    engine, prompt = make_engine(tiny_model(family, **few_tokens(family, 6))), [3, 1, 4, 2, 0]
     how = {"gen_length": 3, "denoising_steps": 3, "block_length": 4 if family == "sdar" else 3}
-    law = reveal_quota(how["block_length"], 3), remasking, 0.3, 1.5
-    exact = exact_distribution(engine.model, prompt, 3, *law)
+    steps = [(range(3), quota) for quota in reveal_quota(how["block_length"], 3)]
+    exact = exact_distribution(engine.model, prompt, steps, remasking, 0.3, 1.5)
     batch, _, got = along_paths(engine, prompt, (24, 2, 2), remasking=remasking, **how)
     whole = batch.completion_mask.all(1)
     want = [exact[tuple(ids)] for ids in batch.trace.completion_ids[whole].tolist()]

@@ -13,14 +13,12 @@ import time
 from collections import Counter
 from functools import partial
 from itertools import chain
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from sync_shared import ROOT
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
 from algos import tracerl
 from data.planning import stable_hash
 from data.rows import read_rows

@@ -20,10 +20,9 @@ from models.tiny import random_model
 
 # leading sizes, experts, D, f, k, experts in use
 SIZES = [
-    ((3, 7), 8, 16, 24, 2, 8),
+    ((2, 1, 5), 8, 16, 24, 2, 8),
     ((40,), 16, 32, 8, 4, 5),
     ((1,), 8, 16, 8, 1, 1),
-    ((2, 1, 5), 4, 8, 8, 4, 4),
 ]
 
 

@@ -1,13 +1,13 @@
 """Every family on several ranks: sharded loading, modules that stay fp32, and all scripts."""
 
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
 from golden_runs import CASES, assert_same, rows_of, run_case
 from oracles import A2D
 from sync_shared import METHODS
+from test_models import model_of
 from torch.distributed.tensor import DTensor
 
 from algos import d1
@@ -21,23 +21,10 @@ from models import (
     meta_model,
     save_model,
 )
-from models.checkpoint import set_special_tokens
-from models.tiny import TINY_CONFIGS, byte_tokenizer, random_model
+from models.tiny import TINY_CONFIGS, byte_tokenizer
 
 CONFIGS = TINY_CONFIGS | A2D
-ARGS = SimpleNamespace(activation_checkpointing=False, attention="auto", compile=False)
-
-
-def saved(family, directory, **changes):
-    """A random checkpoint of the family on disk, biases and norms random too. -> the model"""
-    model = set_special_tokens(random_model(CONFIGS[family] | changes))
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for value in model.state_dict().values():
-            if value.dim() == 1:
-                value.add_(torch.randn(value.shape, generator=generator) * 0.1)
-    save_model(model, directory, byte_tokenizer())
-    return model
+ARGS = d1.Args()
 
 
 # --- loading -------------------------------------------------------------------------------------
@@ -49,7 +36,8 @@ SHARDED = [(family, 2, {}) for family in CONFIGS] + [("tiny-llada2", 3, UNEVEN)]
 @pytest.mark.parametrize("family, ranks, changes", SHARDED)
 def test_each_rank_loads_its_rows(run_ranks, tmp_path, family, ranks, changes):
     """Gathered weights are the file's, bit for bit; first adapters those of an unsharded model."""
-    whole, directory = saved(family, tmp_path / "model", **changes), str(tmp_path / "model")
+    whole, directory = model_of(CONFIGS[family] | changes), str(tmp_path / "model")
+    save_model(whole, directory, byte_tokenizer())
     want = dict(export_weights(whole))
     adapted = add_lora(load_model(directory), 4, 8, seed=3)
 

@@ -158,15 +158,16 @@ def test_rows_are_prepared_before_the_first_update(script):
     assert len(rows.masked) == 1
     metrics, found = updated(module, model, rows, args)
     assert not found.any() and not any(name.startswith("policy/") for name in metrics)
-    if has_kl(module):  # with LoRA the reference is the model without adapters
+    if has_kl(module):
+        # with LoRA the model without adapters, which are on again for the second update
         args.beta = 0.1
-        plain = module.prepare_rows(model, None, batch, args)[0]
-        assert len(plain.masked) > len(prepared[0].masked)
+        plain = module.prepare_rows(model, None, batch, args)[1]
+        assert len(plain.masked) > len(prepared[1].masked)
         add_lora(model, 4, 16)
         with torch.no_grad():
             for name, p in model.named_parameters():
                 p.add_(0.1 * ("lora_B" in name))
-        adapted = module.prepare_rows(model, None, batch, args)[0]
+        adapted = module.prepare_rows(model, None, batch, args)[1]
         gaps = [(x - plain.old).abs().max() for x in (plain.ref, adapted.ref, adapted.old)]
         assert gaps[0] == 0 and gaps[1] < 1e-5 and gaps[2] > 1e-3
 

@@ -2,7 +2,6 @@
 
 import math
 import shutil
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +9,6 @@ from oracles import TINY_SDAR
 from test_models import (
     MASK,
     SMALLS,
-    assert_same_weights,
     edit,
     exits_with_one_line,
     model_of,
@@ -19,7 +17,6 @@ from test_models import (
 )
 
 from models import (
-    adapters_off,
     add_lora,
     export_weights,
     load_model,
@@ -28,7 +25,7 @@ from models import (
     save_model,
 )
 from models.lora import adapter_tensors
-from models.tensors import tensor_names, tensor_shapes
+from models.tensors import tensor_shapes
 from models.tiny import byte_tokenizer
 
 RANK, ALPHA = 4, 10  # scale 2.5
@@ -48,22 +45,6 @@ def fill_b(model, size=0.1, seed=1):
 def adapted(rank=RANK, size=0.1, base=None, dtype=torch.float32):
     """-> model with adapters that matter"""
     return fill_b(add_lora(base or model_of(TINY_SDAR), rank, ALPHA, dtype=dtype), size)
-
-
-def brute_merge(model):
-    """{official name: weight + alpha / r B A}, from the parameters alone."""
-    held, merged = model.state_dict(), {}
-    for name, value in held.items():
-        if ".lora_" not in name:
-            layer = name.removesuffix(".base_layer.weight")
-            if layer != name:
-                b, a = (
-                    held[f"{layer}.lora_B.default.weight"],
-                    held[f"{layer}.lora_A.default.weight"],
-                )
-                value = value + ALPHA / RANK * (b @ a)
-            merged[name.replace(".base_layer.", ".")] = value
-    return merged
 
 
 @pytest.fixture(scope="module")
@@ -89,18 +70,9 @@ def close(a, b, tolerance=1e-5):
 # --- adapters in place ---------------------------------------------------------------------------
 
 
-def test_fresh_adapters_change_nothing():
-    """'B is 0: the model's outputs do not change yet'; adapters are in fp32 on a bf16 base too."""
-    base, model = model_of(TINY_SDAR), add_lora(model_of(TINY_SDAR), RANK, ALPHA)
-    assert torch.equal(model.logits(IDS), base.logits(IDS)) and not base.lora_config
-    half = add_lora(model_of(TINY_SDAR, torch.bfloat16), RANK, ALPHA)
-    for name, value in half.state_dict().items():
-        assert value.dtype == (torch.float32 if "lora_" in name else torch.bfloat16)
-
-
 def test_the_draws_are_keyed_by_the_seed():
     """'A is drawn from a generator keyed by seed, the same on every rank'; peft's distribution,
-    Kaiming uniform.
+    Kaiming uniform; B is 0.
     """
     wide = TINY_SDAR | {"hidden_size": 256}
     drawn = lambda seed: adapter_tensors(add_lora(model_of(wide), 32, ALPHA, seed=seed))
@@ -135,27 +107,12 @@ def test_adapters_go_on_the_linear_layers_of_blocks(family):
         assert value.requires_grad == (value.grad is not None) == (".lora_" in name)
 
 
-@pytest.mark.parametrize("targets", [["q_proj", "W_pack"], ["self_attn.q_proj"]])
-def test_a_target_that_matches_nothing_is_named(targets):
-    with exits_with_one_line("--lora-targets", targets[-1], "q_proj"):
-        add_lora(model_of(TINY_SDAR), RANK, ALPHA, targets)
-
-
-def test_adapters_off_is_the_base_and_on_is_as_before():
-    """'The frozen model under the adapters: the reference policy', on again bit-identical."""
-    base, model = model_of(TINY_SDAR).logits(IDS), adapted()
-    before = model.logits(IDS)
-    with torch.no_grad(), adapters_off(model) as reference:
-        assert reference is model and torch.equal(model.logits(IDS), base)
-    assert torch.equal(model.logits(IDS), before) and not torch.equal(before, base)
-
-
 # --- files ---------------------------------------------------------------------------------------
 
 
 def test_peft_alone_reads_a_saved_adapter(saved):
     """'PeftModel.from_pretrained reads the directory': same logits; merge_and_unload equals our
-    load_model(adapter).
+    load_model(adapter), and what a sampler gets.
     """
     from peft import PeftModel
 
@@ -163,9 +120,10 @@ def test_peft_alone_reads_a_saved_adapter(saved):
     wrapped = PeftModel.from_pretrained(model_of(TINY_SDAR), directory)
     assert close(wrapped.base_model.model.logits(IDS), model.logits(IDS))
     assert wrapped.peft_config["default"].base_model_name_or_path == str(base)
-    merged, ours = (m.state_dict() for m in (wrapped.merge_and_unload(), load_model(directory)))
-    assert merged.keys() == ours.keys()
-    assert all(close(merged[name], ours[name]) for name in ours)
+    merged = wrapped.merge_and_unload().state_dict()
+    for ours in load_model(directory).state_dict(), dict(export_weights(model)):
+        assert merged.keys() == ours.keys()
+        assert all(close(merged[name], ours[name]) for name in ours)
 
 
 def test_an_adapter_on_an_adapter_loads(saved, tmp_path):
@@ -184,17 +142,14 @@ def test_an_adapter_on_an_adapter_loads(saved, tmp_path):
 
 
 def test_every_export_starts_from_the_pristine_base():
-    """'never from an earlier merge': a second export with another B holds that B alone; without
-    merging, the base.
-    """
-    base, model = model_of(TINY_SDAR), adapted()
-    first = dict(export_weights(model))
-    fill_b(model, size=0.3, seed=9)
-    second, want = dict(export_weights(model)), brute_merge(model)
-    assert all(torch.equal(second[name], want[name]) for name in want)
+    """'never from an earlier merge': with B of 0 again, it is the base."""
+    base, model = dict(export_weights(model_of(TINY_SDAR))), adapted()
+    merged = dict(export_weights(model))
+    fill_b(model, size=0)
+    again = dict(export_weights(model))
+    assert all(torch.equal(again[name], base[name]) for name in base)
     name = "model.layers.0.mlp.up_proj.weight"
-    assert not close(second[name], first[name], 1e-2)
-    assert_same_weights(SimpleNamespace(state_dict=lambda: tensor_names(model)), base)
+    assert not close(merged[name], base[name], 1e-2)
 
 
 # --- what does not fit ---------------------------------------------------------------------------

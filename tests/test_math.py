@@ -5,16 +5,12 @@ import base64
 import json
 import os
 import pickle
-import sys
 import time
 import zlib
 from pathlib import Path
 
 import huggingface_hub
 import pytest
-
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
 from test_evals import grade, of, one_line, row_of, write
 
 from evals import livecodebench, math_grader, programs, sandbox

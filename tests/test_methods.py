@@ -17,6 +17,8 @@ from oracles import (
     RELEASED,
     TEXT,
     OneBlock,
+    assert_released,
+    codes_of,
     estimates_of,
     exact_elbo,
     made_batch,
@@ -25,7 +27,6 @@ from oracles import (
     small_args,
     tilted,
     tiny_model,
-    updated,
 )
 from torch.nn.functional import one_hot
 
@@ -324,8 +325,7 @@ def test_a_tiny_llada_equals_the_released_code(row):
     """
     module = importlib.import_module(f"algos.{row['script']}")
     args = module.Args(num_generations=2, micro_batch_size=64, **row["flags"])
-    codes = torch.tensor([[[int(c) for c in draw] for draw in rows] for rows in row["masks"]])
-    c = torch.arange(12) < torch.tensor(row["lengths"])[:, None]
+    codes, c = codes_of(row["masks"]), torch.arange(12) < torch.tensor(row["lengths"])[:, None]
     batch = made_batch(TEXT, c, mask=257)
     batch.advantages = torch.tensor(row["advantages"])
     weights = (codes[..., 6:] == 2) * torch.tensor(row["weights"])[..., None]  # 2: scored
@@ -335,9 +335,7 @@ def test_a_tiny_llada_equals_the_released_code(row):
     first, rows.old, rows.ref = (estimates_of(module, tilted(x), rows, args) for x in tilts)
     want, rows.has_gradient = torch.tensor(row["first"]), True
     torch.testing.assert_close(first.flatten()[: len(want)], want, atol=1e-5, rtol=2e-6)
-    metrics, grads = updated(module, tilted(), rows, args)
-    assert metrics["loss/total"] == pytest.approx(row["loss"], abs=1e-5)
-    assert grads.norm().item() == pytest.approx(row["norm"], rel=1e-5)
+    assert_released(row["loss"], row["norm"], module, rows, args)
 
 
 STATES = [  # 1: masked, 2: shown to the teacher; loss, norm of the gradient
@@ -349,8 +347,7 @@ STATES = [  # 1: masked, 2: shown to the teacher; loss, norm of the gradient
 @pytest.mark.parametrize("states, loss, norm", STATES)
 def test_opsd_equals_the_released_code(states, loss, norm):
     """compute_loss of xingzhejun/d-OPSD 1b55cf3 with k 20, clip 0.05, in blocks of 4."""
-    codes = torch.tensor([[[int(c) for c in state] for state in states]])
-    batch = made_batch(TEXT[1:], torch.ones(1, 12).bool(), mask=257)
+    codes, batch = codes_of([states]), made_batch(TEXT[1:], torch.ones(1, 12).bool(), mask=257)
     work = torch.zeros(1, 2, 12)
     work[0, 0, :4] = work[0, 1, 4:8] = 0.5
     rows, args = (
@@ -359,9 +356,7 @@ def test_opsd_equals_the_released_code(states, loss, norm):
     )
     args.micro_batch_size, rows.student, rows.targets = 64, codes > 0, args.teacher_top_k
     rows.revealed = torch.full((1, 2, 1), 2)
-    metrics, grads = updated(opsd, tilted(), opsd.teach(tilted(0.3), rows, args), args)
-    assert metrics["loss/total"] == pytest.approx(loss, abs=1e-6)
-    assert grads.norm().item() == pytest.approx(norm, rel=1e-5)
+    assert_released(loss, norm, opsd, opsd.teach(tilted(0.3), rows, args), args)
 
 
 @pytest.mark.parametrize("family", ["sdar", "llada"])

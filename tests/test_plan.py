@@ -1,12 +1,12 @@
 """The plan of a run against real tensors, on CPU."""
 
 import json
-import sys
 from importlib import import_module
 from pathlib import Path
 
 import pytest
 import torch
+from golden_runs import parsed
 from oracles import small_args
 
 from algos import bgpo, d1
@@ -53,10 +53,9 @@ def test_a_plan_needs_no_gpu(monkeypatch, capsys, gpus):
     monkeypatch.setattr(plan, "ASKED", None)
     monkeypatch.setattr(names, "FILES", [*names.FILES])
     monkeypatch.setattr(groups, "own_device", groups.own_device)
-    monkeypatch.setattr(sys, "argv", ["algos/bgpo.py", "--no-compile", "--plan", gpus])
     monkeypatch.setattr(bgpo, "load_models", None)
     with pytest.raises(SystemExit, match="^0$"):
-        bgpo.main(bgpo.Args.parse(bgpo.BY_SIZE))
+        bgpo.main(parsed("bgpo", "--no-compile", "--plan", gpus))
     torch.distributed.destroy_process_group()
     first, memory, seconds, save = capsys.readouterr().out.splitlines()
     assert first.startswith(

@@ -5,13 +5,11 @@ import subprocess
 import sys
 from fractions import Fraction
 from itertools import permutations, product
-from pathlib import Path
 
 import pytest
+from sync_shared import ROOT
 
 from data.planning import GRIDS, countdown_solutions, sudoku, sudoku_solutions
-
-ROOT = Path(__file__).resolve().parents[1]
 
 
 def value_of(text):

@@ -2,7 +2,7 @@
 
 import datasets
 import pytest
-from test_evals import write
+from test_evals import hub, write  # noqa: F401
 from test_sft_data import COUNTDOWN, EOS, GOLDEN, ids, turns
 
 from data import sft
@@ -78,16 +78,12 @@ def test_a_folder_has_splits_and_a_file_has_none(tmp_path):
         list(training(data))
 
 
-def test_splits_of_a_hub_data_set(monkeypatch):
+def test_splits_of_a_hub_data_set(monkeypatch, hub):  # noqa: F811
     """Named for preferences; its test split is divided, as a folder's."""
     names = ["train_prefs", "train_sft", "test_prefs", "test_sft", "train"]
-
-    def load(split, **_):
-        rows = [{"prompt": "1+1", "chosen": str(i), "rejected": split} for i in range(5)]
-        return datasets.Dataset.from_list(rows)
-
     monkeypatch.setattr(datasets, "get_dataset_split_names", lambda path, revision: names)
-    monkeypatch.setattr(datasets, "load_dataset", load)
+    rows = lambda split: [{"prompt": "1+1", "chosen": f"{i}", "rejected": split} for i in range(5)]
+    hub({("owner/name", None, split): rows(split) for split in names})
     found = [training("owner/name"), *(held_out(split, "owner/name") for split in SPLITS)]
     assert [{pair["rejected"] for pair in part} for part in found] == [
         {"train_prefs"},

@@ -10,7 +10,7 @@ from models import export_weights
 from rollout import make_engine, probe, warn
 from rollout.engine import REMASKING
 from rollout.probe import greedy_agreement, replay_logps
-from rollout.sampling import keyed_uniform, sample_categorical
+from rollout.sampling import keyed_state, sample_categorical
 
 PROMPT = [3, 4, 5, 6, 7, 8]
 SETTINGS = {"gen_length": 9, "denoising_steps": 2, "remasking": "low_confidence_static"}
@@ -48,7 +48,7 @@ def test_equal_weights_pass_and_other_ones_are_seen(family):
 
 
 FAULTS = {
-    "keyed_uniform": lambda seed, i, *_: keyed_uniform(seed, i // 2, *_),  # one key for two rows
+    "keyed_state": lambda seed, i, *_: keyed_state(seed, i // 2, *_),  # one key for two rows
     "Engine.sample_categorical": lambda z, u, *_: sample_categorical(z, u, 0.02),
 }
 

@@ -1,33 +1,31 @@
 """Commands that cannot work end before weights are read: with one line that names the fix, and no
-traceback. And the command line itself: its help, and what a start costs.
+traceback.
 """
 
 import json
 import os
-import re
 import runpy
 import sys
 from itertools import dropwhile
 from multiprocessing import get_context
-from pathlib import Path
 from shutil import copytree, ignore_patterns
 from unittest.mock import patch
 
 import pytest
 import torch.distributed as dist
 from golden_runs import load_few_problems
-from sync_shared import ONLINE
+from sync_shared import ONLINE, ROOT
 
 import evals
-from algos import d1, sft
 from evals import own, rewards, sandbox
 from models import checkpoint
 
-ROOT = Path(__file__).parents[1]
 ALGO = "--max-steps 1 --eval-limit 0"
 TASK = "algos/d1.py --task TMP/task.py"
 MASTER = "MASTER_ADDR=localhost MASTER_PORT=0"
 ROWS = "--task gsm8k --data TMP/rows.jsonl"
+TINY = "--model tiny-sdar"
+EVAL = f"evals/run.py --tasks countdown {TINY}"
 # rewards that fail
 OWN = {
     "own.py:raises": "own.py line 2; ZeroDivisionError('division by zero'); '```python\\npass\\n",
@@ -118,9 +116,31 @@ REFUSALS = {
     "algos/sft.py --foo": "try --help",
     "algos/bgpo.py --confidence-threshold 0.5": "does nothing with --remasking low_confidence_st",
     "algos/mdpo.py --remasking rcr --confidence-threshold 0.5": "does nothing with --remasking rcr",
+    "algos/d1.py --lora-alpha 16": "--lora-alpha does nothing with --lora-rank 0",
+    "algos/d1.py --num-iterations 1 --epsilon 0": "--epsilon does nothing with --num-iterations 1",
+    "algos/espo.py --beta 0 --ref-mixup 0.5": "--ref-mixup does nothing with --beta 0.0",
+    "algos/tracerl.py --lam 0.9": "--lam does nothing with --value-model False",
+    "algos/d1.py --lora-rank 4 --lora-targets q_proj W_pack": "--lora-targets W_pack match no",
+    "algos/sft.py --lora-rank 4 --lora-targets attn.q_proj": "there are down_proj, gate_proj",
     "algos/distill.py --masks random --mask-ratio 0 1": "does nothing with --masks random",
     "algos/sft.py --schedule-steps 9": "--schedule-steps does nothing with --lr-schedule constant",
     "algos/sft.py --plan 1x4090": "--plan 1x4090: use 1x24 to 8x24 (GB), or 1x one of A100-40, A10",
+    # evaluations
+    "evals/run.py --model m": "give --tasks, such as",
+    "evals/run.py --model m --tasks countdown,nothing": "unknown task 'nothing': use one of",
+    "evals/run.py --model m --tasks countdown,sudoku --data cd3": "--data cd3: give TASK=SOURCE",
+    f"evals/run.py {TINY} --tasks qa,countdown --data qa=no.csv countdown=no.csv": "no.csv: no",
+    "evals/run.py --tasks countdown": "either --model (generate and score) or",
+    "evals/run.py --tasks countdown --model m --completions c": "either --model",
+    f"{EVAL} --reward gsm8k_d1": "does not fit countdown",
+    f"{EVAL} --data cd9": "presets: small, cd3, cd4",
+    f"{EVAL} --data TMP/empty.jsonl": "empty.jsonl: no problems",
+    f"evals/run.py --tasks gsm8k {TINY} --reward gsm8k_d1 --data TMP/rows.jsonl": "--data d1 asks",
+    "evals/run.py --tasks countdown --completions none.jsonl": "none.jsonl: no such file",
+    f"{EVAL} --likelihood": "countdown has no choices to compare",
+    f"{EVAL} --text TMP/rows.jsonl": "give --tasks, such as",
+    f"evals/run.py {TINY} --text none.txt": "none.txt --length 512: [Errno 2]",
+    f"evals/run.py {TINY} --text TMP/empty.jsonl": "empty.jsonl --length 512: maximum size",
     # numbers
     **{f"algos/{name}.py --temperature 0": "--temperature 0.0 must be from" for name in ONLINE},
     "algos/bgpo.py --num-generations 1": "--num-generations 1 must be from 2 to 2147483647",
@@ -199,6 +219,7 @@ def said(warm, tmp_path_factory):
         "own.py": REWARDS,
         "task.py": SCORE,
         "text.jsonl": '{"text": "a"}',
+        "empty.jsonl": "",
         "cut.py": "def pay(",
         "leaves.py": "import sys; sys.exit(0)",
         "lacks.py": "import lacking",
@@ -227,19 +248,3 @@ def test_what_reward_errors_counts(tmp_path, capsys):
     assert [part["reward"] for part in paid] == [0.5, -2, -2, 1, -2] and len(own.FAILED) == 3
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"counted as -2: {tmp_path}/own.py line 10; ZeroDivisionError")
-
-
-@pytest.mark.parametrize("module", [d1, sft])
-def test_help_lists_all_flags(monkeypatch, capsys, module):
-    """With the values of the --model asked for, which is not loaded."""
-    monkeypatch.setattr(checkpoint, "build_model", None)
-    monkeypatch.setattr(sys, "argv", ["algos/x.py", "--model", "tiny-llada2"])
-    args = module.Args.parse(module.BY_SIZE)
-    assert args.gen_length == 12
-    monkeypatch.setattr(sys, "argv", ["algos/x.py", "--help", "--model", "sdar-8b"])
-    with pytest.raises(SystemExit, match="^0$"):
-        module.Args.parse(module.BY_SIZE)
-    shown = capsys.readouterr().out
-    flags = re.findall("^  --(?:no-)?([a-z][a-z0-9-]+)", shown, re.M)
-    assert sorted(flag.replace("-", "_") for flag in flags) == sorted(vars(args))
-    assert f"--learning-rate {module.Args.learning_rate}" in shown and "--model sdar-8b" in shown

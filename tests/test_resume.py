@@ -13,30 +13,28 @@ import signal
 import sys
 from contextlib import closing
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from golden_runs import assert_same, free_port, load_few_problems, rows_of
+from golden_runs import assert_same, free_port, load_few_problems, parsed, rows_of
 from oracles import tiny_model
+from sync_shared import ROOT
+from test_models import exits_with_one_line
 
 from algos import d1
 from distributed import disk
-from models import load_tokenizer
+from models import MODELS, load_tokenizer
 from run import log as runlog
 from run.flags import RolloutFlags, RunFlags
 from run.log import RunLog
 from run.saves import Saves, facts_of, newest_step
 
-ROOT = Path(__file__).parents[1]
-ARGS = SimpleNamespace(activation_checkpointing=False, attention="auto", compile=False)
-
 
 def saves_of(directory, keep=0, scores=()):
     """Of a sharded model: every second step, and at step 9, the last."""
-    model = d1.parallelize(tiny_model().float(), ARGS)
+    model = d1.parallelize(tiny_model().float(), d1.Args())
     flags = RunFlags(save_every=2, keep_saves=keep, max_steps=9)
     pair = model, torch.optim.AdamW(model.parameters())
     return Saves(directory, *pair, load_tokenizer("tiny-sdar"), flags, scores, 0)
@@ -45,10 +43,6 @@ def saves_of(directory, keep=0, scores=()):
 @pytest.fixture(autouse=True)
 def no_figures(monkeypatch):
     monkeypatch.setattr(runlog, "draw_curves", lambda *_: None)
-
-
-def refused(*words):
-    return pytest.raises(SystemExit, match=".*".join(map(re.escape, words)))
 
 
 # --- states ---------------------------------------------------------------------------------------
@@ -72,9 +66,9 @@ def test_a_damaged_state_is_named_and_the_one_before_is_taken(
         os.truncate(states[2] / "state/__0_0.distcp", 99)
         (states[3] / "state/.metadata").unlink()
         states[0].rename(copy := tmp_path / "resume/step-000001-old")
-        with refused("no undamaged save", str(tmp_path), "--save-every"):
+        with exits_with_one_line("no undamaged save", str(tmp_path), "--save-every"):
             newest_step(tmp_path, RunFlags())
-        with refused(str(tmp_path), "another process works there"):
+        with exits_with_one_line(str(tmp_path), "another process works there"):
             newest_step(tmp_path, RunFlags())
         copy.rename(states[0])
         (tmp_path / ".lock").unlink()
@@ -103,7 +97,7 @@ def test_an_error_in_saving_leaves_earlier_states(run_ranks, tmp_path, monkeypat
         saves.save_state(1)
         for failing in range(2):
             words = "could not save", "step-000002", "GB free", "No space left", f"rank {failing}"
-            with monkeypatch.context() as patch, refused(*words):
+            with monkeypatch.context() as patch, exits_with_one_line(*words):
                 if rank == failing:
                     patch.setattr(dcp.filesystem.FileSystemWriter, "write_data", full)
                 saves.save_state(2)
@@ -163,7 +157,7 @@ def test_best_follows_the_score_and_survives_pruning_and_kills(run_ranks, tmp_pa
             "7 8 | 6 8 | 7",
         ]
         saves.after_step(9, {})
-        with refused("the run is finished, its weights", "step-000009"):
+        with exits_with_one_line("the run is finished, its weights", "step-000009"):
             newest_step(tmp_path, RunFlags(max_steps=9))
         assert listing(tmp_path) == "7 8 9 | 6 8 | 7"
         (tmp_path / ".lock").unlink()
@@ -177,7 +171,7 @@ def test_best_follows_the_score_and_survives_pruning_and_kills(run_ranks, tmp_pa
         assert listing(tmp_path) == "7 8 | 6 8 | 7" and (tmp_path / "checkpoints/best").is_symlink()
         shutil.rmtree(tmp_path / "resume")
         (tmp_path / ".lock").unlink()
-        with refused("the run is finished, its weights", "step-000008"):
+        with exits_with_one_line("the run is finished, its weights", "step-000008"):
             newest_step(tmp_path, RunFlags(max_steps=8))
         shutil.rmtree(tmp_path / "checkpoints")
         saves_of(tmp_path, scores=[(7, 0.6)])
@@ -215,7 +209,7 @@ def test_a_resumed_log_goes_on_after_the_step(tmp_path, capsys, one_rank):
     had, has = map(json.loads, (config, (directory / "config.json").read_bytes()))
     assert has.pop("resumed").keys() == {"4"} and has.pop("args")["seed"] == 2
     assert had == has | {"args": had["args"]} and not Path("elsewhere").exists()
-    with refused("the run is at step 5, beyond --max-steps"):
+    with exits_with_one_line("the run is at step 5, beyond --max-steps"):
         log_of(5, max_steps=4, resume=str(directory))
     assert not capsys.readouterr().err
     kept = (directory / "metrics.jsonl").read_text().splitlines(keepends=True)
@@ -241,21 +235,23 @@ def test_resume_takes_the_flags_of_the_run(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     had = {"learning_rate": 5e-4, "lora_targets": ("q_proj",), "seed": 7, "betas": (0.8, 0.95)}
     had |= {"task": f"{tmp_path}/mine.py", "out": "", "compile": False, "micro_batch_size": 8}
-    had |= {"data": f"{tmp_path}/rows.jsonl@d1", "reward": f"{tmp_path}/mine.py:pay"}
+    Path("mymodel").symlink_to(MODELS["tiny-sdar"])
+    had |= {
+        "model": f"{tmp_path}/mymodel",
+        "data": f"{tmp_path}/rows.jsonl@d1",
+        "reward": f"{tmp_path}/mine.py:pay",
+    }
     for name in "mine.py", "rows.jsonl":
         Path(name).touch()
 
     def parse(flags, **args):
-        config = {"script": "x", "args": had | args}
+        config = {"script": "d1", "args": had | args}
         (tmp_path / "config.json").write_text(json.dumps(config))
-        command = ["algos/x.py", "--resume", str(tmp_path), *flags.split()]
-        monkeypatch.setattr(sys, "argv", command)
-        return d1.Args.parse(d1.BY_SIZE)
+        return parsed("d1", "--resume", tmp_path, *flags.split())
 
     same = "--seed 7 --betas 0.8 0.95 --task mine.py --data rows.jsonl@d1 --reward mine.py:pay "
-    same = parse(
-        same + "--max-steps 50 --track --dead-steps 3 --reward-errors -1 --micro-batch-size 4"
-    )
+    same += "--model mymodel --max-steps 50 --track --dead-steps 3 --reward-errors -1 "
+    same = parse(same + "--micro-batch-size 4")
     more = {
         "max_steps": 50,
         "dead_steps": 3,
@@ -265,7 +261,7 @@ def test_resume_takes_the_flags_of_the_run(tmp_path, monkeypatch, capsys):
     }
     assert same == d1.Args(**had | more, resume=str(tmp_path))
     for flags, words in CHANGED.items():
-        with refused("--resume: the run had", words):
+        with exits_with_one_line("--resume: the run had", re.escape(words)):
             parse(flags)
     for name, value in {"betas": 0.9, "cache": "new", "no_field_of_it": 1}.items():
         with pytest.raises(SystemExit) as error:
@@ -426,6 +422,7 @@ def test_a_run_that_is_stopped_goes_on_as_the_uninterrupted_one(
     assert all("lora_" in k or "param_groups" in k for k in held.state_dict_metadata)
     contents = lambda: {p: p.read_bytes() for p in directory.rglob("*") if p.is_file()}
     resume, files = ("--resume", directory), contents()
+    assert directory / "report.html" in files
     text = Run(tmp_path / "d1", 2, "algos/d1.py", *resume).finish(1)
     assert "is a run of bgpo.py, not of d1.py" in text and "Traceback" not in text
     assert contents() == files

@@ -251,52 +251,31 @@ CHANGED = {
 }
 
 
+REFUSED = {  # by model and sampler; others: test_refusals.py
+    "--model nothing": "unknown model 'nothing'",
+    "--model tiny-sdar --gen-length 10": "no multiple of the block",
+    "--model tiny-sdar --samples 2": "--samples 2 would be equal: add --temp",
+    "--model tiny-sdar --factor 2": "--factor 2.0 needs --remasking low_con",
+}
+
+
 def test_directories(tmp_path, monkeypatch, cli):
-    """A new directory for each; a wrong --model leaves none; one evaluation at a time."""
+    """A new directory for each; what is refused leaves none; one evaluation at a time."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(run.time, "strftime", lambda form: "20260102-030405")
     path = completions(tmp_path / "c.jsonl", ["12"])
     for _ in range(2):
         cli("--completions", path, "--limit", 1)
-    assert "nothing" in one_line(cli, "--model", "nothing")
+    for flags, words in REFUSED.items():
+        assert words in one_line(cli, *flags.split())
     names = sorted(file.name for file in Path("runs").iterdir())
     assert names == [f"eval-countdown-c.jsonl-20260102-030405{number}" for number in ("", "-2")]
+    Path("m").mkdir()
+    monkeypatch.setattr(sys, "argv", ["evals/run.py", "--model", "m"])
+    assert run.Args.parse("countdown").model == f"{tmp_path}/m"  # for --resume from elsewhere
     disk.hold(f"runs/{names[0]}")
     monkeypatch.setattr(run, "hold", disk.hold)
     assert "another process works there" in one_line(cli, "--resume", f"runs/{names[0]}")
-
-
-REFUSED = {  # flags of evals/run.py
-    "--model m": "give --tasks, such as",
-    "--model m --tasks countdown,nothing": "unknown task 'nothing': use one of aime24",
-    "--model m --tasks countdown,sudoku --data cd3": "--data cd3: give TASK=SOURCE",
-    "--model tiny-sdar --tasks qa,countdown --data qa=no.csv countdown=no.csv": "no.csv: no such",
-    "--model tiny-sdar --tasks countdown,sudoku --gen-length 10": "no multiple of the block",
-    "--tasks countdown": "either --model (generate and score) or --completions (only score)",
-    "--tasks countdown --model m --completions c": "either --model",
-    "--tasks countdown --model tiny-sdar --reward gsm8k_d1": "does not fit countdown",
-    "--tasks countdown --model tiny-sdar --data cd9": "presets: small, cd3, cd4",
-    "--tasks countdown --model tiny-sdar --data empty.jsonl": "empty.jsonl: no problems",
-    "--tasks gsm8k --model tiny-sdar --reward gsm8k_d1 --data w.jsonl": "--data d1 asks for",
-    "--tasks countdown --completions none.jsonl": "none.jsonl: no such file",
-    "--tasks countdown --model tiny-sdar --samples 2": "--samples 2 would be equal: add --temp",
-    "--tasks countdown --model tiny-sdar --factor 2": "--factor 2.0 needs --remasking low_con",
-    "--tasks countdown --model tiny-sdar --likelihood": "countdown has no choices to compare",
-    "--tasks countdown --model tiny-sdar --text w.jsonl": "give --tasks, such as",
-    "--model tiny-sdar --text none.txt": "none.txt --length 512: [Errno 2]",
-    "--model tiny-sdar --text empty.jsonl": "empty.jsonl --length 512: maximum size",
-    "--tasks countdown --model tiny-llada --remasking low_confidence_dynamic "
-    "--confidence-threshold 1.5": "must be from 0 to 1",
-}
-
-
-@pytest.mark.parametrize("flags", REFUSED)
-def test_refusals(tmp_path, monkeypatch, cli, flags):
-    monkeypatch.chdir(tmp_path)
-    write(Path("empty.jsonl"), [])
-    write(Path("w.jsonl"), [row_of("gsm8k")])
-    assert REFUSED[flags] in one_line(lambda: cli(*flags.split(), task=""))
-    assert not Path("runs").exists()
 
 
 # --- settings of published numbers ----------------------------------------------------------------

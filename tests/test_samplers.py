@@ -12,6 +12,7 @@ at temperature 0 with the golden weights of tests/test_models.py and the mask to
 import itertools
 import json
 import math
+from collections import Counter
 from copy import deepcopy
 from functools import cache
 from importlib import import_module
@@ -19,7 +20,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from oracles import TINY_DREAM, TINY_LLADA, TINY_LLADA2, TINY_LLADA_MOE, TINY_SDAR, TINY_SDAR_MOE
+from oracles import CONFIGS as SMALL_CONFIGS
+from oracles import (
+    TINY_DREAM,
+    TINY_LLADA,
+    TINY_LLADA2,
+    TINY_LLADA_MOE,
+    TINY_SDAR,
+    TINY_SDAR_MOE,
+    few_tokens,
+    tiny_model,
+)
 from test_models import CONFIGS
 from test_models import model_of as golden_model
 
@@ -32,24 +43,15 @@ from rollout.probe import replay_logps
 from rollout.schedules import block_quotas, eoser_weight, reveal_quota, reveal_shares
 
 V, M, EOS, PAD = 20, 19, (1, 2), 0
-SMALL = TINY_SDAR | {"vocab_size": V, "hidden_size": 32, "intermediate_size": 48, "head_dim": 16}
-SMALL |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
-SMALL |= {"mask_token_id": M, "eos_token_id": 1, "pad_token_id": PAD}
-LLADA2 = TINY_LLADA2 | {"vocab_size": V, "hidden_size": 32, "intermediate_size": 48}
-LLADA = TINY_LLADA | {"vocab_size": V, "embedding_size": V, "d_model": 32, "mlp_hidden_size": 48}
-DREAM = TINY_DREAM | {"vocab_size": V, "hidden_size": 32, "intermediate_size": 48}
-LLADA_MOE = TINY_LLADA_MOE | {"vocab_size": V, "hidden_size": 32, "expert_intermediate_size": 16}
-SIZES = {
-    "sdar": SMALL,
-    "sdar in ones": SMALL | {"block_size": 1},
-    "sdar in threes": SMALL | {"block_size": 3},
-    "sdar in eights": SMALL | {"block_size": 8},
-    "moe": TINY_SDAR_MOE,
-    "llada2": LLADA2 | {"mask_token_id": M, "eos_token_id": 1, "pad_token_id": PAD},
-    "llada": LLADA | {"n_layers": 2, "mask_token_id": M},
-    "dream": DREAM | {"num_hidden_layers": 2, "mask_token_id": M},
-    "llada-moe": LLADA_MOE | {"mask_token_id": M, "eos_token_id": 1, "pad_token_id": PAD},
-}
+IDS = {"vocab_size": V, "mask_token_id": M, "eos_token_id": 1, "pad_token_id": PAD}
+SIZES = {family: config | IDS for family, config in SMALL_CONFIGS.items()}
+SIZES["llada"] |= {"embedding_size": V}
+SIZES["llada-moe"] = TINY_LLADA_MOE | IDS | {"hidden_size": 32, "expert_intermediate_size": 16}
+for family in "sdar", "dream":
+    SIZES[family] |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+SMALL = SIZES["sdar"]
+for name, n in ("ones", 1), ("threes", 3), ("eights", 8):
+    SIZES[f"sdar in {name}"] = SMALL | {"block_size": n}
 OPTIONS = dict(num_samples=3, gen_length=13, denoising_steps=3, confidence_threshold=0.5, seed=4)
 NAMES = ("completion_ids", "completion_mask", "canvas_length", "step_map", "replay_map")
 
@@ -587,59 +589,46 @@ def test_top_p_of_bf16_logits_is_that_of_their_exact_probabilities(temperature):
     assert ((p * (p > weakest)).sum(-1) < 0.95 + 1e-5).all()
 
 
-@pytest.mark.parametrize("bad, temperature", [(math.nan, 1.0), (math.inf, 0)])
-@pytest.mark.parametrize("family", ["sdar", "llada"])
-def test_broken_logits_stop_the_rollout(family, bad, temperature):
-    engine = make_engine(model_of(SIZES[family]))
+def test_broken_logits_stop_the_rollout():
+    engine = make_engine(model_of())
     with torch.no_grad():
-        engine.model.lm_head.weight[6] = bad
+        engine.model.lm_head.weight[6] = math.nan
     with pytest.raises(SystemExit, match=r"not finite at samples \[7"):
-        engine.generate([[3, 4]], temperature=temperature, gen_length=8, sample_offset=7)
+        engine.generate([[3, 4]], gen_length=8, sample_offset=7)
 
 
 # --- exact distributions --------------------------------------------------------------------------
 
-TOKENS = 5  # usable ones; the sixth is the mask
-TOY = {"vocab_size": TOKENS + 1, "mask_token_id": TOKENS, "eos_token_id": 0, "pad_token_id": 0}
-TOYS = {"sdar": SMALL | TOY, "llada": SIZES["llada"] | TOY | {"embedding_size": TOKENS + 1}}
 
-
-@torch.no_grad()
-def exact_distribution(model, prompt, L, quotas, remasking, threshold, temperature):
-    """{completion: probability}, by every draw of every masked token and every order of reveals."""
-    states = list(itertools.product(range(TOKENS + 1), repeat=L))
-    logits = model.logits(torch.tensor([[*prompt, *state] for state in states]))[:, -L:, :TOKENS]
-    p_of = dict(zip(states, (logits / temperature).softmax(-1).tolist(), strict=True))
-    now = {(TOKENS,) * L: 1.0}
-    for quota in quotas:
+def exact_distribution(model, prompt, steps, rule, threshold, temperature):
+    """{completion: probability} with its graph, by every draw of every masked token and every order
+    of reveals. steps: [(places of the block in work, how many to reveal)]; the mask is the last id.
+    """
+    V, L = model.mask_token_id, steps[-1][0].stop
+    states = list(itertools.product(range(V + 1), repeat=L))
+    logits = model.logits(torch.tensor([[*prompt, *state] for state in states]))[:, -L:, :V]
+    p = (logits / temperature).softmax(-1)
+    floats = p.tolist()
+    number_of = {state: i for i, state in enumerate(states)}
+    chances = p if p.requires_grad else floats
+    score = cache(lambda i, j, v: naive_score(rule, floats[i][j], math.log(floats[i][j][v]), 0))
+    now = {states[-1]: 1.0}
+    for places, quota in steps:
         later = {}
-        for state, probability in now.items():
-            masked = [j for j in range(L) if state[j] == TOKENS]
-            q, p = min(quota, len(masked)), p_of[state]
-            for draw in itertools.product(range(TOKENS), repeat=len(masked)):
+        for state, chance in now.items():
+            i, masked = number_of[state], [j for j in places if state[j] == V]
+            for draw in itertools.product(range(V), repeat=len(masked)):
                 token = dict(zip(masked, draw, strict=True))
-                c = {j: p[j][v] for j, v in token.items()}
-                chance = probability * math.prod(c.values())
-                if remasking == "entropy":
-                    c = {j: sum(x * math.log(x) for x in p[j]) for j in masked}
-                choices = [naive_rule(c, masked, q, remasking, threshold, 0, 0)]
-                if remasking == "random":
-                    choices = list(itertools.combinations(masked, q))
+                scores = {j: score(i, j, v) for j, v in token.items()}
+                choices = [naive_rule(scores, masked, quota, rule, threshold, 0, 0)]
+                if rule == "random":
+                    choices = list(itertools.combinations(masked, min(quota, len(masked))))
+                share = chance * math.prod(chances[i][j][v] for j, v in token.items())
                 for chosen in choices:
                     new = tuple(token[j] if j in chosen else state[j] for j in range(L))
-                    later[new] = later.get(new, 0.0) + chance / len(choices)
+                    later[new] = later.get(new, 0.0) + share / len(choices)
         now = later
     return now
-
-
-@cache
-def toy(family):
-    """A model whose tokens depend strongly on their neighbours: the order of reveals matters."""
-    model = model_of(TOYS[family], scale=20, seed=1, eos=(0,))
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            weight.mul_(2 if "o_proj" in name or "attn_out" in name else 1)
-    return make_engine(model, max_batch_size=10000)
 
 
 @pytest.mark.parametrize(
@@ -652,20 +641,23 @@ def toy(family):
         ("llada", 4, "low_confidence_dynamic", 0.7, 4),
     ],
 )
+@torch.no_grad()
 def test_samples_follow_the_exact_distribution(family, L, remasking, temperature, steps):
     """Frequencies of 6000 completions of 5^L: chi-square within 4.5 deviations."""
-    engine, n, block = toy(family), 6000, 4 if family == "sdar" else L
+    model, n, block = (
+        tiny_model(family, **few_tokens(family, 6)),
+        6000,
+        4 if family == "sdar" else L,
+    )
     prompt = [3, 1, 4, 2, 0][: 5 if L == 3 else 4]
-    law = reveal_quota(block, steps), remasking, 0.3, temperature
-    want = exact_distribution(engine.model, prompt, L, *law)
-    assert abs(sum(want.values()) - 1) < 1e-12 and len(want) == TOKENS**L
-    trace = engine.generate(
+    quotas = [(range(L), quota) for quota in reveal_quota(block, steps)]
+    want = exact_distribution(model, prompt, quotas, remasking, 0.3, temperature)
+    assert abs(sum(want.values()) - 1) < 1e-12 and len(want) == 5**L
+    trace = make_engine(model, max_batch_size=n).generate(
         [prompt], num_samples=n, gen_length=L, denoising_steps=steps, confidence_threshold=0.3,
         stop_at_eos=False, remasking=remasking, temperature=temperature, block_length=block,
     )  # fmt: skip
-    counts = dict.fromkeys(want, 0)
-    for row in trace.completion_ids.tolist():
-        counts[tuple(row)] += 1
+    counts = Counter(map(tuple, trace.completion_ids.tolist()))
     cells = [(counts[key], n * p) for key, p in want.items() if n * p >= 5]
     chi = sum((count - expected) ** 2 / expected for count, expected in cells)
     assert abs(chi - len(cells)) / math.sqrt(2 * len(cells)) < 4.5

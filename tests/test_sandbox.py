@@ -27,9 +27,8 @@ from resource import getpagesize
 
 import numpy
 import pytest
+from sync_shared import ROOT
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
 from evals import sandbox
 from evals.sandbox import Job, Result, SandboxError, in_threads, run
 from evals.sandbox_child import Unsupported, encode, revived

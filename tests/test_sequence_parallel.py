@@ -74,8 +74,6 @@ def test_ranks_that_share_rows_count_once(run_ranks):
 
 
 def test_numbers_that_do_not_divide_are_refused(monkeypatch):
-    with exits_with_one_line("--sequence-parallel 3 .* ranks of a node, 4: use 1, 2, 4"):
-        form_groups(3, 4)
     monkeypatch.setattr(sequence_parallel, "sequence_rank", lambda: (0, 8))
     with exits_with_one_line("--sequence-parallel 8 .* query heads of the model, 4: use 1, 2, 4"):
         load_model("tiny-sdar")

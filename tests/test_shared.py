@@ -112,9 +112,11 @@ def test_the_printed_line_and_the_help_have_the_values_of_the_run(script, capsys
     assert parsed(script, *line[2:]) == args and (args.gen_length, args.data) == (64, "cd3")
     module = importlib.import_module(f"algos.{script}")
     capsys.readouterr()
-    with pytest.raises(SystemExit):
+    with pytest.raises(SystemExit, match="^0$"):
         parsed(script, "--help", "--model", "llada-8b")
     shown = capsys.readouterr().out
+    flags = re.findall("^  --(?:no-)?([a-z][a-z0-9-]+)", shown, re.M)
+    assert sorted(flag.replace("-", "_") for flag in flags) == sorted(vars(args))
     for name, (value, where) in values_for(module.Args("llada-8b"), module.BY_SIZE).items():
         assert f"  {' '.join(flags_of({name: value}))} ({where})\n" in shown
     with pytest.raises(SystemExit):

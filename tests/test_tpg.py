@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 from oracles import changed, few_tokens, gradient, relative, tiny_model
-from test_samplers import naive_rule, naive_score
+from test_samplers import exact_distribution
 
 from algos import tpg
 from rollout import make_engine
@@ -26,33 +26,6 @@ def reward(completion):
     return math.sin(sum(4**k * (token + 1) for k, token in enumerate(ids)))
 
 
-def expected_reward(model, rule):
-    """With its graph: every draw at every mask of two blocks of two tokens, a step for each."""
-    states = list(itertools.product(range(4), repeat=4))
-    logits = model.logits(torch.tensor([PROMPT + list(state) for state in states]))[:, 4:, :MASK]
-    p_of = dict(zip(states, (logits / T).softmax(-1), strict=True))
-    now = {(MASK,) * 4: 1.0}
-    for block in (0, 0, 2, 2):
-        later = {}
-        for state, chance in now.items():
-            masked, p = [j for j in (block, block + 1) if state[j] == MASK], p_of[state]
-            for draw in itertools.product(range(3), repeat=len(masked)):
-                token = dict(zip(masked, draw, strict=True))
-                scores = {
-                    j: naive_score(rule, p[j].tolist(), p[j, v].log().item(), 0)
-                    for j, v in token.items()
-                }
-                choices = [naive_rule(scores, masked, 1, rule, 0.5, 0, 0)]
-                if rule == "random":
-                    choices = [[j] for j in masked] or [[]]
-                share = chance * math.prod(p[j, v] for j, v in token.items()) / len(choices)
-                for chosen in choices:
-                    new = tuple(token[j] if j in chosen else state[j] for j in range(4))
-                    later[new] = later.get(new, 0.0) + share
-        now = later
-    return sum(chance * reward(state) for state, chance in now.items())
-
-
 def every_path(model, rule):
     """A rollout in which sample i draws the digits of i: each path of the sampler, some of them
     more than once.
@@ -60,7 +33,8 @@ def every_path(model, rule):
     digits = torch.tensor(list(itertools.product(*[range(2)] * 2, *[range(3)] * 6)))
     samples = len(digits) if rule == "random" else 3**6  # those of one order
 
-    def digit(seed, sample, offset, step, use):
+    def digit(step, use, state):
+        sample, offset = state // 8, state % 8 - 4
         block = offset.clamp(min=0) // 2
         if use == "order":
             return (digits[sample, block] == offset % 2).double()
@@ -75,6 +49,8 @@ def every_path(model, rule):
     engine = make_engine(model, max_batch_size=samples)
     engine.sample_categorical = draw
     with pytest.MonkeyPatch.context() as patch:
+        state = lambda seed, sample, offset: 8 * sample + offset + 4
+        patch.setattr("rollout.engine.keyed_state", state)
         patch.setattr("rollout.engine.keyed_uniform", digit)
         return engine.generate(
             [PROMPT], num_samples=samples, gen_length=4, block_length=2, denoising_steps=2,
@@ -100,7 +76,9 @@ def test_the_expected_gradient_is_that_of_the_expected_reward(family, rule):
     logps, scored = tpg.draw_logps(model, rows), rows.weights != 0
     # sample i stands for a share 3^-draws of the paths
     rows.advantages *= ((logps + math.log(3)) * scored).sum((1, 2)).exp().detach()
-    want = gradient(model, expected_reward(model, rule))
+    steps = [(range(2), 1)] * 2 + [(range(2, 4), 1)] * 2  # a token each, of two blocks
+    chances = exact_distribution(model, PROMPT, steps, rule, 0.5, T)
+    want = gradient(model, sum(chance * reward(ids) for ids, chance in chances.items()))
 
     def error(rows):
         loss, _ = tpg.policy_loss(logps, logps.detach(), None, rows, args)

@@ -2,7 +2,6 @@
 enumeration, held-out pairs.
 """
 
-import itertools
 from types import SimpleNamespace
 
 import pytest
@@ -10,17 +9,14 @@ import torch
 from golden_runs import ANSWERS, EVERY, rows_of, run_script
 from oracles import (
     EOS,
-    Group,
     gradient,
     made_batch,
     naive_logps,
-    peak_of_graphs,
     relative,
     tiny_model,
     updated,
 )
 from test_evals import write
-from test_methods import within
 
 from algos import vrpo
 from evals import load_task
@@ -46,30 +42,15 @@ def test_the_plan_counts_the_padding_of_pairs(monkeypatch):
     assert problems.HeldOut.fit(SimpleNamespace(splits={}), rows, None, args_of()) == 81
 
 
-def test_draws_are_unbiased_and_shared():
-    """Equal answers of 8 tokens without a model, whose hardness depends on how many are masked.
-    Variance at equal cost: (8, 1) < (4, 1) < (2, 2) < (1, 4); masks shared with the reference far
-    below unshared ones.
-    """
-    batch, variance = made_batch(torch.zeros(5000, 8).long(), torch.ones(5000, 8).bool()), []
-    # log p of each token where m of its block are masked
-    table = -torch.linspace(0.5, 1.5, 9) * torch.linspace(0.1, 3, 10)[2:, None].double()
-    for n, each in ((8, 1), (4, 1), (2, 2), (1, 4)):
-        args = args_of(mc_num=n, masks_per_timestep=each)
-        masks, other = (vrpo.sample_masks(batch, use, args) for use in ("masks", "ref"))
-
-        def elbo(masks, scale=1.0):
-            logps = table[torch.arange(8), masks.masked.sum(2, keepdim=True)]
-            return scale * (masks.weights * logps).sum(2).mean(1)
-
-        variance.append(elbo(masks).var().item())
-        assert within(elbo(masks), table[:, 1:].mean(1).sum())
-        shared, unshared = (elbo(masks) - elbo(m, 1.05) for m in (masks, other))
-        assert 50 * shared.var() < unshared.var()
-        counts = masks.masked.sum(2).view(5000, n, each)
-        assert (counts == counts[..., :1]).all()  # masks of one timestep stand together
-        assert not torch.equal(masks.masked[0::2], masks.masked[1::2])  # chosen and rejected differ
-    assert all(1.1 * a < b for a, b in itertools.pairwise(variance))
+def test_masks_of_a_timestep_hide_equally_many():
+    """Chosen and rejected get masks of their own, as do the uses of an answer."""
+    batch = made_batch(torch.zeros(500, 8).long(), torch.ones(500, 8).bool())
+    args = args_of(mc_num=2, masks_per_timestep=2)
+    masks, other = (vrpo.sample_masks(batch, use, args).masked for use in ("masks", "ref"))
+    counts = masks.sum(2).view(500, 2, 2)
+    assert torch.equal(counts[..., 0], counts[..., 1]) and (counts.diff(dim=1) != 0).any()
+    for one, two in (masks, other), (masks[::2], masks[1::2]), masks.view(500, 2, 2, 8).unbind(2):
+        assert (one != two).any((1, 2)).float().mean() > 0.9
 
 
 def full_graph_loss(model, drawn, args):
@@ -113,15 +94,8 @@ def full_graph_loss(model, drawn, args):
 
 @pytest.mark.parametrize("family", ["sdar", "llada", "dream"])
 def test_the_gradient_is_that_of_the_full_graph(one_rank, family):
-    """1e-10 in fp64, for micro-batches of any number of whole pairs; memory of a micro-batch,
-    gradients reduced once.
-    """
+    """1e-10 in fp64, for micro-batches of any number of whole pairs."""
     model, args = tiny_model(family), args_of(masks_per_timestep=2)
-
-    def step():
-        metrics, got = updated(vrpo, model, rows, args)
-        return got, metrics
-
     batch = vrpo.make_batch(PAIRS, 0, args, model, 5, CPU)
     rows = vrpo.sample_masks(batch, "masks", args)
     # draws do not depend on the rank that holds a pair, or on the lengths of others
@@ -132,14 +106,11 @@ def test_the_gradient_is_that_of_the_full_graph(one_rank, family):
     rows.ref = vrpo.elbo_values(tiny_model(family, 1), rows, args)
     want = full_graph_loss(model, rows.select(slice(None)), args)
     grads = gradient(model, want["loss/total"])
-    for size, reduced in ((64, [1]), (24, [0, 1]), (17, [0, 1]), (8, [0, 0, 0, 1])):
-        args.micro_batch_size, model.groups = size, [Group()]
-        got, metrics = step()
-        assert relative(got, grads) < 1e-10 and model.groups[0].synced == reduced
+    for args.micro_batch_size in (64, 24, 17, 8):
+        metrics, got = updated(vrpo, model, rows, args)
+        assert relative(got, grads) < 1e-10
         found = {name: metrics[name] for name in want}
         assert found == pytest.approx({name: x.item() for name, x in want.items()}, rel=1e-9)
-    part, args.micro_batch_size = peak_of_graphs(step), 64
-    assert 2 * part < peak_of_graphs(step)
 
 
 @pytest.mark.parametrize("family, world_size", [("sdar", 4), ("llada", 2)])
