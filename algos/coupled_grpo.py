@@ -139,7 +139,7 @@ def policy_loss(estimates, old, ref, rows, args):
 
     -> loss, metrics
     """
-    A, c = rows.advantages[:, None], rows.completion_mask.to(estimates) / rows.batch.num_tokens
+    A, c = rows.advantages[:, None], rows.completion_mask / rows.batch.num_tokens
     # >>> shared: method_kl
     log_ratio = torch.zeros_like(estimates) if ref is None else ref - estimates
     kl = ((log_ratio.expm1() - log_ratio) * c).sum()  # k3

@@ -103,8 +103,7 @@ def sample_masks(batch, progress, args):
         share = low + (args.mask_ratio[1] - low) * (level % 1)
         masked, *_ = choose_in_blocks(work, block, share, order)
     scored, behind = torch.stack([masked, work & ~masked], 1), ~c | (block > picked)
-    rows = Rows(batch, scored | behind[:, None], scored)
-    return rows.for_update(args.micro_batch_size, True)
+    return Rows(batch, scored | behind[:, None], scored).for_update(args.micro_batch_size, True)
 
 
 def certainty_loss(logps, entropies, right, rows, args):

@@ -194,7 +194,6 @@ def sample_masks(batch, iteration, args):
         segments.append((index, masked[index, s], active, A, targets.flatten(0, 1)))
     index, masked, active, A, targets = map(torch.cat, zip(*segments, strict=True))
     weights = active / active.sum(1, keepdim=True).clamp(min=1) / over_ranks(len(index))
-    masked = torch.nn.functional.pad(masked, (batch.P, 0))
     rows = Rows(batch, masked[:, None], weights[:, None], index)
     rows.sibling_weights = weight * targets / max(over_ranks(targets.sum()), 1)
     rows.advantages, rows.temperature = A, args.temperature

@@ -85,6 +85,7 @@ class Args(RolloutFlags):
         "low_confidence_static"
     )
     """which masked tokens a step reveals; rcr (Running Confidence Remasking) may mask them again"""
+    one_reward = True  # of every step
 
 
 # What differs on the tiny models, with all weights, and on real bidirectional models.
@@ -171,7 +172,7 @@ def policy_loss(estimates, old, ref, rows, args):
     """
     c = rows.weights[:, 0] / rows.batch.num_sequences  # [R, L]
     # L / M: tokens of the completion over masked tokens
-    scale = rows.weights.shape[2] / rows.masked.sum(2).to(estimates.dtype)
+    scale = rows.weights.shape[2] / rows.masked.sum(2)
     A = rows.advantages[:, None] * scale  # [R, 1]
     log_ratio = torch.zeros_like(estimates) if ref is None else ref - estimates
     kl = (log_ratio.square() / 2 * c).sum()  # k2
@@ -312,8 +313,6 @@ def main(args):
             f"--model {args.model}: mdpo needs a bidirectional model; a {model.attention} one "
             "predicts one block at a time, so its steps have no whole completion to grade"
         )
-    if "+" in args.reward:
-        raise SystemExit(f"--reward {args.reward}: mdpo, which grades every step, has one reward")
     # >>> shared: load
     problems = Problems(args, model, RECORDS, DRAWS_TOGETHER, USES_OLD)
     engine = problems.make_engine(device)

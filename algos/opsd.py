@@ -82,6 +82,7 @@ class Args(RolloutFlags):
     """prompts per rollout, over all ranks (official: one on each of 4 GPUs)"""
     beta = 1.0  # the reference is loaded as the teacher: not a flag
     minibatches = True  # a state is in one update: for the plan
+    one_reward = True  # says what is right
 
     def num_draws(self, replays):
         return -(-replays // self.num_generations)  # one completion of a group at most

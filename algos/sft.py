@@ -223,7 +223,7 @@ def add_tails(examples, args, model, step):
     end of the block, or without blocks 0 to eos_tail within max_length, drawn for each document.
     """
     lengths = [len(prompt) + len(answer) for prompt, answer in examples]
-    if model.objective.tail == "block":
+    if model.attention == "block-causal":
         tails = [-n % model.block_length for n in lengths]
     else:
         u = keyed_uniform(args.seed, step, torch.arange(len(examples)), "tail")
@@ -301,8 +301,8 @@ def micro_loss(model, micro, args):
 
 def load_rows(held_out, model, args):
     """-> training rows. Refuses bad layouts first."""
-    longest = args.max_length
-    if model.objective.tail == "block":
+    longest, has_blocks = args.max_length, model.attention == "block-causal"
+    if has_blocks:
         longest += -longest % model.block_length
     if 0 < args.pack_length < longest:
         raise SystemExit(
@@ -315,7 +315,7 @@ def load_rows(held_out, model, args):
         raise SystemExit(f"--edit-rate {args.edit_rate}: for LLaDA2 alone, whose sampler edits")
     rows = training_rows(held_out.task, args.data, args.turns)
     # other models would see later turns
-    joins = args.turns == "all" and model.objective.tail == "block"
+    joins = args.turns == "all" and has_blocks
     return held_out.encode(rows, model, held_out.prompts(), joins)
 
 
@@ -351,7 +351,8 @@ def main(args):
     model = build_policy(device, args)
     # <<< shared: start
     held_out = HeldOut(args, args.max_length)
-    rows, tail = load_rows(held_out, model, args), args.eos_tail * (model.objective.tail != "block")
+    rows = load_rows(held_out, model, args)
+    tail = args.eos_tail * (model.attention == "bidirectional")
     engine = held_out.train_on(rows, model, device, args, tail)
     # sharded before weights are read: no rank ever holds the whole model
     model = load_weights(parallelize(model, args), device)

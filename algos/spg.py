@@ -68,24 +68,23 @@ class Args(RolloutFlags):
     """completions per prompt, G (official train.yaml: 6)"""
     num_iterations: int = 4
     """updates per rollout, mu (official scripts: 4)"""
+    # >>> shared: method_bound_flags
     mc_num: int = 2
-    """mask draws per sequence, at least 2, or both bounds are the same (official `num_t`: 2)"""
+    """mask draws per sequence, at least 2, or both bounds are the same (SPG, StableDRL: 2)"""
     omega: float = 0.5
-    """share of the upper bound where A < 0 (paper: 0.5; 1 is its EUBO row, 0 its ELBO row)"""
+    """share of the upper bound where A < 0 (both: 0.5; SPG's EUBO row: 1, its ELBO row: 0)"""
     eubo_beta: float = 1.5
-    """order of the upper bound (paper, mixture: 1.5, sudoku 1.0; EUBO alone: countdown 2.0)"""
+    """order of the upper bound (both: 1.5; SPG on sudoku: 1, its EUBO row on countdown: 2)"""
     p_mask_context: float = 0.15
-    """probability of masking tokens of the prompt and of earlier blocks (official: 0.15)"""
+    """probability of masking tokens of the prompt and of earlier blocks (both: 0.15)"""
     beta = 0.0  # no KL: not a flag
     RANGES = {"mc_num": 2, "omega": (0, 1), "eubo_beta": 1}
+    # <<< shared: method_bound_flags
 
 
 # What differs on the tiny models, and on others where all weights train.
 # All weights: the paper's 2e-7 to 3e-7.
-BY_SIZE = {
-    "tiny": TINY | {"num_iterations": 2},
-    "full": {"learning_rate": 3e-7},
-}
+BY_SIZE = {"tiny": TINY | {"num_iterations": 2}, "full": {"learning_rate": 3e-7}}
 RECORDS = None  # read from the rollout besides tokens: "steps", "events", "states" or "draws"
 USES_OLD = False  # no ratio
 DRAWS_TOGETHER = True  # the K draws of a row need one forward: the loss is no sum over them
@@ -152,7 +151,7 @@ def compute_advantages(rewards, args):
 
 def policy_loss(estimates, old, ref, rows, args):
     """Advantage times bound, mean over all tokens of the step. estimates [R, 2] -> loss, metrics"""
-    c = rows.completion_mask.sum(1).to(estimates) / rows.batch.num_tokens  # [R]
+    c = rows.completion_mask.sum(1) / rows.batch.num_tokens  # [R]
     # >>> shared: method_bound
     (elbo, eubo), A = estimates.unbind(1), rows.advantages  # [R]
     bound = torch.where(A > 0, elbo, elbo.lerp(eubo, args.omega))

@@ -71,26 +71,26 @@ class Args(RolloutFlags):
     """completions per prompt, G (official configs: 8 x `repeat_times` 2)"""
     num_iterations: int = 2
     """updates per rollout, mu (official configs: 2)"""
+    # >>> shared: method_bound_flags
     mc_num: int = 2
-    """mask draws per sequence, at least 2, or both bounds are the same (official: 2)"""
+    """mask draws per sequence, at least 2, or both bounds are the same (SPG, StableDRL: 2)"""
     omega: float = 0.5
-    """share of the upper bound where A < 0 (official `spg_omega`: 0.5)"""
+    """share of the upper bound where A < 0 (both: 0.5; SPG's EUBO row: 1, its ELBO row: 0)"""
     eubo_beta: float = 1.5
-    """order of the upper bound (official `spg_beta`: 1.5)"""
+    """order of the upper bound (both: 1.5; SPG on sudoku: 1, its EUBO row on countdown: 2)"""
     p_mask_context: float = 0.15
-    """probability of masking tokens of the prompt and of earlier blocks (official: 0.15)"""
+    """probability of masking tokens of the prompt and of earlier blocks (both: 0.15)"""
+    beta = 0.0  # no KL: not a flag
+    RANGES = {"mc_num": 2, "omega": (0, 1), "eubo_beta": 1}
+    # <<< shared: method_bound_flags
     clip_ratio: float = 5.0
     """largest ratio (official `ais_clip_iw`: 5)"""
-    beta = 0.0  # no KL: not a flag
-    RANGES = {"mc_num": 2, "omega": (0, 1), "eubo_beta": 1, "clip_ratio": 1}
+    RANGES |= {"clip_ratio": 1}
 
 
 # What differs on the tiny models, and on others where all weights train.
 # All weights: the official config of GSM8K.
-BY_SIZE = {
-    "tiny": TINY,
-    "full": {"learning_rate": 2e-6},
-}
+BY_SIZE = {"tiny": TINY, "full": {"learning_rate": 2e-6}}
 RECORDS = None  # read from the rollout besides tokens: "steps", "events", "states" or "draws"
 USES_OLD = True  # policy_loss compares with the estimates before the first update
 DRAWS_TOGETHER = True  # the K draws of a row need one forward: the loss is no sum over them
@@ -160,13 +160,13 @@ def group_weights(estimates, rows, args):
     ratio = (estimates - rows.old)[:, 0].exp().clamp(max=args.clip_ratio)
     group = rows.sequence // args.num_generations
     # completions whose A is 0 are no rows: their ratio is 1
-    excess = ((group == group[:, None]) * (ratio - 1)).sum(1)
+    excess = (group == group[:, None]).to(ratio) @ (ratio - 1)
     return ratio / (1 + excess / args.num_generations)
 
 
 def policy_loss(estimates, old, ref, rows, args):
     """Weighted advantage times bound, mean over groups. estimates [R, 2] -> loss, metrics"""
-    c = torch.full_like(rows.advantages, 1 / rows.batch.num_sequences)  # [R]
+    c = torch.ones_like(rows.advantages) / rows.batch.num_sequences  # [R]
     # >>> shared: method_bound
     (elbo, eubo), A = estimates.unbind(1), rows.advantages  # [R]
     bound = torch.where(A > 0, elbo, elbo.lerp(eubo, args.omega))

@@ -95,10 +95,8 @@ def sample_masks(batch, iteration, args):
     """
     draws, (revealed, masked) = batch.trace.records["tokens"], batch.trace.replayed()  # [B, S, L]
     rows = Rows(batch, masked, revealed if args.remasking == "random" else draws >= 0)
-    rows.targets, rows.temperature = draws.clamp(min=0), args.temperature
-    rows = rows.subsample(args.train_steps, iteration)
-    rows.targets = rows.targets.long()
-    return rows
+    rows.targets, rows.temperature = draws.clamp(min=0).long(), args.temperature
+    return rows.subsample(args.train_steps, iteration)
 
 
 # >>> shared: method_passes

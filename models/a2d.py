@@ -68,9 +68,9 @@ class A2D:
 
 class A2DMasked(A2D, Bidirectional):
     # dllm, core/trainers/mdlm.py
-    objective = Objective(tail="drawn")
+    objective = Objective()
 
 
 class A2DBlock(A2D, BlockCausal):
     # dllm, core/trainers/bd3lm.py
-    objective = Objective(tail="block", t_min=0, weight="1/n")
+    objective = Objective(t_min=0, weight="1/n")

@@ -13,8 +13,6 @@ class Objective:
     masked tokens are scored. The defaults are those of most families.
     """
 
-    # End tokens after an answer, trained with it: "drawn", a random number; "block", up to its end.
-    tail: str
     # "answers": mean over answers, each the mean of its tokens; "tokens": over answer tokens;
     # "masked"
     mean: str = "tokens"

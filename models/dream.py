@@ -32,7 +32,7 @@ class Dream(Bidirectional):
     turn_end = "<|im_end|>"  # ends an answer
     # DreamLM/Dream, src/trainer/fsdp_sft_trainer.py; there the mean is over masked tokens
     # (docs/algos/sft.md, detail 5)
-    objective = Objective(tail="drawn", has_cart=True)
+    objective = Objective(has_cart=True)
 
     def block(self, layer):
         mlp = MLP(self.config.hidden_size, self.config.intermediate_size)

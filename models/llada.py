@@ -81,7 +81,7 @@ class LLaDA(Bidirectional):
     rope_dtype = torch.float32
     turn_end = "<|eot_id|>"  # ends an answer
     # ML-GSAI/LLaDA, GUIDELINES.md
-    objective = Objective(tail="drawn", mean="answers")
+    objective = Objective(mean="answers")
 
     def build(self, config):
         d, rows = config.d_model, config.embedding_size

@@ -105,7 +105,7 @@ class LLaDA2(BlockCausal):
 
     turn_end = "<|role_end|>"  # ends an answer
     # inclusionAI/dFactory, train_llada2_bd.py
-    objective = Objective(tail="block", mean="masked", t_min=0.3, t_max=0.8, weight="1")
+    objective = Objective(mean="masked", t_min=0.3, t_max=0.8, weight="1")
     # 2.1 was trained to replace revealed tokens; 2.0, with the same config, was not
     is_edited = True
     embedding = "model.word_embeddings"

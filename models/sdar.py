@@ -53,7 +53,7 @@ class SDAR(BlockCausal):
     """The language model. Callers use `hidden`, `logits` and `logps`."""
 
     turn_end = "<|im_end|>"  # ends an answer
-    objective = Objective(tail="block", t_min=0, weight="1/n")  # SDAR, training/
+    objective = Objective(t_min=0, weight="1/n")  # SDAR, training/
 
     def block(self, layer):
         config = self.config

@@ -36,11 +36,14 @@ NEEDS = {
     "ref_mixup": ["beta"],
     "value_learning_rate": ["value_model"],
     "lam": ["value_model"],
+    "gamma": ["value_model", "lambda_max"],
+    "mask_ratio": ["masks"],
 }
 IDLE = {
     "remasking": ["low_confidence_static", "random", "sequential", "entropy", "rcr"],
     "lr_schedule": ["constant"],
     "num_iterations": [1],
+    "masks": ["random"],
 }
 HELP = "-h", "--help"
 # lowest value of a field, or lowest and highest; a script's own come before them. Others: 0, MAX
@@ -65,7 +68,7 @@ RANGES = {
     "reward_errors": (-MAX, MAX),
 }
 # of a field in the source: a title above it; its name and what it is
-FIELD = re.compile(r'^    (?:# (.+?)\n|(\w+): .*?"""(.*?)""")', re.M | re.S)
+FIELD = re.compile(r'^    (?:# (\w.+?)\n|(\w+): .*?"""(.*?)""")', re.M | re.S)
 
 
 @dataclass
@@ -182,7 +185,7 @@ class RunFlags:
             if name in cls.chosen and all(
                 now.get(other, 0) in (0, *IDLE.get(other, ())) for other in others
             ):
-                other = others[0]
+                other = next(other for other in others if other in now)
                 raise SystemExit(
                     f"--{name.replace('_', '-')} does nothing with "
                     f"--{other.replace('_', '-')} {now[other]}"
@@ -257,6 +260,7 @@ class RolloutFlags(RunFlags):
     """of evaluation completions; 0 is greedy"""
     lora_merged_rollout: bool = False
     """merge the adapters into the sampler's bf16 weights (loses small updates)"""
+    one_reward = False  # True: a script that does more with rewards than compare those of a group
 
 
 def values_for(asked, by_size):

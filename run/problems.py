@@ -81,6 +81,9 @@ class HeldOut:
 
     def train_on(self, rows, model, device, args, tail=0):
         """Train on TokenRows; see `fit`. -> the sampler of evaluations, None with --eval-limit 0"""
+        for flag in {"eos_tail", "blocks"} & args.chosen.keys():
+            if model.attention == "block-causal":
+                raise SystemExit(f"--{flag.replace('_', '-')} does nothing with a block model")
         args.micro_batch_size, at_once = self.fit(rows.at_least(args.batch_size), model, args, tail)
         self.train, self.stream, engine = rows, ShuffledStream(rows, args.seed), None
         self.facts = f"{rows.report('rows to train on')}{self.cut}"
@@ -127,8 +130,11 @@ class Problems(HeldOut):
         if is_lmdeploy and args.lora_rank and not args.lora_merged_rollout:
             needed = "needs merged weights: add --lora-merged-rollout"
             raise SystemExit(f"--rollout-backend lmdeploy {needed}")
-        counts_forwards = args.remasking in ADAPTIVE and not is_lmdeploy
-        if "tokens_per_forward" in reward_names(args.reward) and not counts_forwards:
+        names = reward_names(args.reward)
+        self.several, is_fast = len(names) > 1, "tokens_per_forward" in names
+        if args.one_reward and (self.several or is_fast or args.refill):
+            raise SystemExit("this script takes one --reward, none of speed, and no --refill")
+        if is_fast and (is_lmdeploy or args.remasking not in ADAPTIVE):
             needed = "--remasking low_confidence_dynamic, and a --rollout-backend of ours"
             raise SystemExit(f"--reward tokens_per_forward needs {needed}: others have one rate")
         super().__init__(args, args.max_prompt_length, args.data)
@@ -193,10 +199,10 @@ class Problems(HeldOut):
         """
         G, N, pad = trace.settings["num_samples"], len(trace.prompt_ids), model.pad_token_id
         FAILED.clear()
-        graded, several = self.graded(trace, step), len(reward_names(self.args.reward)) > 1
+        graded = self.graded(trace, step)
         for extra in range(1, self.args.refill + 1):
             values = torch.tensor([[*parts.values()] for parts, _ in graded]).view(N // G, G, -1)
-            totals = sum_of_parts(values) if several else values.sum(2)
+            totals = sum_of_parts(values) if self.several else values.sum(2)
             is_dead = (totals == totals[:, :1]).all(1)
             if not over_ranks(is_dead.sum()):
                 break
@@ -211,7 +217,7 @@ class Problems(HeldOut):
         trace, rewards, parts, examples = gathered(trace, parts, examples, pad)
         batch = Batch(trace, model)
         batch.rewards, batch.examples = rewards, examples
-        if several:
+        if self.several:
             values = rewards.new_tensor([[*paid.values()] for paid in parts])
             batch.rewards = values[:, 0]
             rewards = sum_of_parts(values.view(-1, G, values.shape[1])).flatten()

@@ -17,9 +17,9 @@ BLOCK = ("sdar", "sdar-moe", "llada2")
 BIDIRECTIONAL = ("llada", "dream", "llada-moe")
 ALL = (*BLOCK, *BIDIRECTIONAL)  # tiny-<family> is a model of each
 LORA, TWO = {"lora_rank": 4}, {"num_iterations": 2}
+IN_BLOCKS = TWO | {"block_length": 4}
 # the reference stays after 2 updates and moves after 4
 MOVES = TWO | {"max_steps": 3, "ref_sync_steps": 3, "baseline": "loo", "top_p": 0.9}
-EOSER = {"eos_policy": "eoser", "schedule": "ascending"}
 TREES = TWO | {"branches": (2, 2), "lambda_max": 1.0}
 TRACES = TWO | {"accuracy_range": (0.0, 9.0)}
 FAST = TRACES | {"nll_weight": 0.1, "remasking": "low_confidence_dynamic", "denoising_steps": 4}
@@ -31,15 +31,15 @@ VALUES |= {"positive_only": True, "train_steps": 2}
 
 class Method(NamedTuple):
     own: int  # the most tokens outside of shared blocks
-    runs: dict  # {family: flags} of tests/golden_runs.py
+    runs: dict  # {family: flags} of tests/golden_runs.py; the last serve all families
     families: tuple = ALL
 
 
 METHODS = {
     "d1": Method(179, {"dream": LORA | TWO}),
-    "coupled_grpo": Method(451, {"sdar": MOVES}),
-    "spg": Method(203, {"llada-moe": {"num_iterations": 1, "block_length": 4}}),
-    "stabledrl": Method(313, {"llada": TWO | {"block_length": 4}}),
+    "coupled_grpo": Method(446, {"sdar": MOVES}),
+    "spg": Method(155, {"llada-moe": {"num_iterations": 1, "block_length": 4}}),
+    "stabledrl": Method(269, {"llada": IN_BLOCKS}),
     "bgpo": Method(
         435,
         {
@@ -47,14 +47,16 @@ METHODS = {
             "sdar-moe": TWO | {"mc_num": 3, "lr_schedule": "cosine"},
         },
     ),
-    "cj_grpo": Method(370, {"llada": LORA | TWO | EOSER}),
-    "mdpo": Method(982, {"llada": TWO | {"train_steps": 3, "remasking": "rcr"}}, BIDIRECTIONAL),
+    "cj_grpo": Method(
+        370, {"llada": LORA | TWO | {"eos_policy": "eoser", "schedule": "ascending"}, "sdar": TWO}
+    ),
+    "mdpo": Method(966, {"llada": TWO | {"train_steps": 3, "remasking": "rcr"}}, BIDIRECTIONAL),
     "espo": Method(459, {"llada": TWO | {"ref_sync_steps": 1, "epsilon": 4e-4}}),
     "gdpo": Method(372, {"sdar": TWO | {"mc_num": 2}}),
     "ebpo": Method(520, {"sdar": TWO | {"mc_num": 3}}, BLOCK),
     "wd1": Method(225, {"llada": LORA | TWO | {"psi": 0.5}}),
     "justgrpo": Method(314, {"llada": LORA | TWO | {"denoising_steps": 4, "train_steps": 3}}),
-    "dtreerpo": Method(1178, {"llada": LORA | TREES, "sdar": TREES}),
+    "dtreerpo": Method(1158, {"llada": LORA | TREES, "sdar": TREES}),
     "tracerl": Method(
         1197,
         {
@@ -63,12 +65,10 @@ METHODS = {
             "llada2": FAST,
         },
     ),
-    "tpg": Method(282, {"sdar": TWO | {"denoising_steps": 4, "train_steps": 3, "beta": 0.1}}),
-    "opsd": Method(
-        688, {"llada": LORA | TWO | {"block_length": 4}, "sdar": TWO | {"learning_rate": 1e-5}}
-    ),
+    "tpg": Method(272, {"sdar": TWO | {"denoising_steps": 4, "train_steps": 3, "beta": 0.1}}),
+    "opsd": Method(691, {"llada": LORA | IN_BLOCKS, "sdar": IN_BLOCKS | {"learning_rate": 1e-5}}),
     "sft": Method(
-        1945,
+        1936,
         {"dream": LORA | {"cart_p": 0.2}, "sdar": {"pack_length": 128, "max_length": 100}},
     ),
     "vrpo": Method(
@@ -79,7 +79,7 @@ METHODS = {
         },
     ),
     "distill": Method(
-        691, {"llada": LORA | OWN | {"blocks": (4, 8)}, "sdar": OWN | {"masks": "random"}}
+        688, {"llada": LORA | OWN | {"blocks": (4, 8)}, "sdar": OWN | {"masks": "random"}}
     ),
 }
 OFFLINE = ("sft", "vrpo", "distill")

@@ -93,7 +93,7 @@ GRID = [
 @pytest.mark.parametrize("script, family, lora_rank", GRID)
 def test_scripts_run_on_every_family(warm, tmp_path, script, family, lora_rank):
     """Full or LoRA: finite and moving; two ranks with other micro-batches equal one."""
-    case = next(case for case in CASES if case.split("-")[0] == script)
+    *_, case = (case for case in CASES if case.split("-")[0] == script)
     flags, size = {"model": family, "lora_rank": lora_rank}, 16 if script == "vrpo" else 5
     one = run_case(case, tmp_path / "one", **flags)
     two = run_case(case, tmp_path / "two", 2, micro_batch_size=size, **flags)

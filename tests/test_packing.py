@@ -179,7 +179,7 @@ def test_the_mean_loss_is_the_mean_cross_entropy(family):
     """
     model, args, losses = random_model(TINY_CONFIGS[family]), args_of(eos_tail=0), []
     examples = [([1, 2], [3] * n) for n in (6, 10, 14, 18, 22, 38, 46, 62)]
-    if model.objective.tail == "block":  # an answer of two turns: what is between them is hidden
+    if model.attention == "block-causal":  # an answer of two turns: what is between them is hidden
         examples[0] = [1, 2], [3, 3, 3, ~4, ~4, ~4, 3, 3]
     batch = batch_of(examples, args, model)
     # A cross-entropy for every token, larger in shorter answers: the two means differ.
