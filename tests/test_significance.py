@@ -18,4 +18,4 @@ def test_errors_over_problems_and_starts():
     runs = pd.MultiIndex.from_product([["a", "start"], ["x", "y"], [1]], names=RUN)
     found, free = differences(pd.DataFrame([[0, 2], [2, 4], [0, 0], [0, 0]], runs))
     # variance of two problems, 1; of two starts, 1/2
-    assert (*found.loc["a", "start"], free) == approx((200, 122.474, 1))
+    assert (*found.loc["a", "start"], free) == approx((200, 100 * 1.5**0.5, 1))
