@@ -69,7 +69,7 @@ evaluate sft-scores "$GPUS" --model "$OUT/sft/final" --data "$TEST" --gen-length
 
 # 4. Reinforce, on the problems that the first model solved sometimes; 32, or 33 on three GPUs.
 train rl 40 algos/justgrpo.py --model "$OUT/sft/final" --data "$OUT/problems.jsonl" \
-    --eval-data "$TEST" --gen-length 320 --prompts-per-step $(((31 / GPUS + 1) * GPUS)) --save-every 20
+    --eval-data "$TEST" --gen-length 512 --prompts-per-step $(((31 / GPUS + 1) * GPUS)) --save-every 20
 evaluate rl-scores "$GPUS" --model "$OUT/rl/final" --data "$TEST" --gen-length 512
 
 printf '\nGSM8K, test, greedy; %d s of this call\n' $SECONDS
