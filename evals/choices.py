@@ -7,7 +7,7 @@ import re
 from functools import partial
 from typing import NamedTuple
 
-from data.rows import is_hub_id, read_rows
+from data.rows import Row, is_hub_id, read_rows
 from evals.examples import one_split, own_part, parse_rows, source_and_style, user
 from evals.math_grader import MAX_TEXT
 
@@ -176,8 +176,9 @@ class Choices:
         return [example | style for example in examples]
 
     def examples(self, path, part):
-        rows = read_parts(path, part, self.parts, self.PRESETS)
-        return parse_rows(self.problem, self.needs, path, rows)
+        return parse_rows(
+            self.problem, self.needs, read_parts(path, part, self.parts, self.PRESETS)
+        )
 
     def problem(self, row):
         example = self.read(row)
@@ -238,4 +239,4 @@ def read_parts(path, split, parts, presets=()):
     if not is_hub_id(path):
         return read_rows(path, split, presets)
     read = lambda part: read_rows(path, split, presets, config=part)
-    return [{"subject": part} | row for part in parts for row in read(part)]
+    return [Row(row.place, {"subject": part} | row) for part in parts for row in read(part)]

@@ -241,7 +241,7 @@ def load(split, path=None, limit=None):
     rows = read_rows(path, part, PRESETS, config=config)
     if held:
         rows = held_out(rows, split, "gsm8k")
-    examples = parse_rows(_problem, COLUMNS, path, rows[:limit])
+    examples = parse_rows(_problem, COLUMNS, rows[:limit])
     return [{"style": "boxed"} | example | style for example in examples]
 
 

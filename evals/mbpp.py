@@ -91,7 +91,7 @@ def load(split, path=None, limit=None):
     rows = read_rows(path, split, config="full" if is_of(path, HUB) else None)
     ours = lambda number: not number.isdigit() or int(number) in SPLITS[split]
     rows = [row for row in rows if ours(str(row.get("task_id", "")))]
-    return parse_rows(_problem, COLUMNS, path, rows[:limit])
+    return parse_rows(_problem, COLUMNS, rows[:limit])
 
 
 def prompt(example):
