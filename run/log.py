@@ -36,6 +36,7 @@ from distributed.disk import (
     new_directory,
     read_json,
     write_atomically,
+    write_json,
     writing,
 )
 from distributed.groups import all_reduce
@@ -97,7 +98,7 @@ class RunLog:
             config.setdefault("resumed", {})[str(step)] = now["command"]
         else:
             hold(self.run_dir)
-        write_atomically(path, json.dumps(config, indent=2) + "\n")
+        write_json(path, config)
         if args.track:
             self.wandb_run = follow(self.run_dir, vars(args))
         # A run that stops with an error leaves its table and figure too. Registered behind wandb's
