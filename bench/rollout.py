@@ -36,12 +36,12 @@ from rollout.masked import MaskedEngine
 def build(sampler, name, most):
     """-> the engine of a model, for at most so many rows"""
     device = own_device()
-    if sampler in ("ours", "lmdeploy"):
-        backend = "auto" if sampler == "ours" else sampler
-        return make_engine(name, backend, device, max_batch_size=most)
+    if sampler == "lmdeploy":
+        return make_engine(name, sampler, device, max_batch_size=most)
     model = load_model(name, device, frozen_dtype(device))
     if sampler == "adapters":
         add_lora(model, 128, 64, dtype=frozen_dtype(device))
+    if sampler != "plain":
         return make_engine(model, max_batch_size=most)
     return (BlockEngine if model.attention == "block-causal" else MaskedEngine)(model, most)
 
