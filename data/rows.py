@@ -98,7 +98,7 @@ def is_own(task, data):
     """Whether data (--data) names problems of the task: none, a preset, or its hub data set, at any
     revision.
     """
-    return (data or "").partition("@")[0] in ("", *task.PRESETS, getattr(task, "HUB", ""))
+    return data.partition("@")[0] in ("", *task.PRESETS, getattr(task, "HUB", ""))
 
 
 @cache

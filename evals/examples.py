@@ -5,6 +5,7 @@ from itertools import chain, cycle
 
 from data.planning import stable_hash
 from data.rows import is_of, read_rows
+from evals.math_grader import MAX_TEXT
 
 QUESTION = {"question", "text", "prompt"}  # keys of examples whose text must not be blank
 # styles of examples, by their name behind --data FILE@: d1's prompts for training and evaluation
@@ -72,8 +73,8 @@ def worked(example):
 
 
 def own_part(completion):
-    """A completion without a next question that it asks itself, and its answer."""
-    return NEXT.split(completion.lstrip(), maxsplit=1)[0]
+    """The end of a completion without a next question that it asks itself, and its answer."""
+    return NEXT.split(completion[-MAX_TEXT:].lstrip(), maxsplit=1)[0]
 
 
 def user(content, shots=()):
