@@ -25,7 +25,7 @@ class Run:
         check_items(problems.train, self.log.run_dir / "config.json")
         self.stop, self.args, self.problems = Stop(getattr(args, "dead_steps", 0)), args, problems
         self.say = self.log.say
-        self.drawn, self.stopped, self.step = "", False, self.start
+        self.drawn, self.stopped = "", False
         problems.keep = self.keep
 
     def write(self, step, metrics):

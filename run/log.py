@@ -20,6 +20,7 @@ import subprocess
 import sys
 import time
 import zlib
+from collections import Counter
 from contextlib import contextmanager
 from datetime import datetime
 from itertools import count
@@ -248,7 +249,7 @@ class Stop:
         return bool(received or self.status)
 
 
-class Stopwatch(dict):
+class Stopwatch(Counter):
     """Seconds per phase, and their sum, to be merged into the metrics: `with clock("rollout"): ...`
     adds to clock["time/rollout"]. A phase that runs out of GPU memory ends the run with one line.
     """
@@ -265,7 +266,7 @@ class Stopwatch(dict):
             torch.cuda.synchronize()
         seconds = time.perf_counter() - start
         for key in (f"time/{phase}", "time/step"):
-            self[key] = self.get(key, 0.0) + seconds
+            self[key] += seconds
 
 
 def machine_metrics():
