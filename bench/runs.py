@@ -32,7 +32,7 @@ import tomllib
 from itertools import product
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, __file__.rpartition("/bench/")[0])
 import distributed.start  # noqa: F401
 
 # isort: split

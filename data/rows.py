@@ -28,7 +28,7 @@ def open_rows(path, split, presets, config=None):
             "the task has no rows of its own: name a file or a hub data set with --data"
         )
     if os.path.isdir(path):
-        path = str(files_of(path).get(split, f"{path}/{split}.jsonl"))
+        path = files_of(path).get(split, f"{path}/{split}.jsonl")
     if os.path.isfile(path) and Path(path).suffix in READERS:
         yield from read_file(path)
     elif is_hub_id(path):
