@@ -37,6 +37,7 @@ from distributed.groups import setup_distributed
 from distributed.sequence import data_rank
 from models import load_weights
 from models.names import resolve
+from run.plan import share_taken
 
 
 @dataclass
@@ -67,9 +68,10 @@ def matmul_rate(device):
 def flops(model, args, scored, backward):
     """The formula above for `scored` tokens through the head. -> FLOPs of a step on one rank"""
     tokens = args.rows * args.length * (1 + (model.attention == "block-causal"))
-    used = lambda p: model.config.num_experts_per_tok / len(p) if p.dim() == 3 else 1
     weights = [p for layer in model.layers for p in layer.parameters() if p.dim() > 1]
-    counted = [(p, tokens * used(p)) for p in weights] + [(model.lm_head.weight, scored)]
+    counted = [(p, tokens * share_taken(p, model.config)) for p in weights] + [
+        (model.lm_head.weight, scored)
+    ]
     products = sum(2 * p.numel() * n * (1 + backward * (1 + p.requires_grad)) for p, n in counted)
     width = len(model.layers) * model.config.num_attention_heads * model.config.head_dim
     pairs = 4 * (1 + 2 * backward) * width * args.rows * args.length**2

@@ -126,7 +126,7 @@ def splits_of(path):
     hub does not answer.
     """
     if os.path.isdir(path):
-        return list(files_of(path))
+        return files_of(path)
     if not is_hub_id(path):
         return []
     import datasets

@@ -146,7 +146,7 @@ def _supervised(job):
         "OMP_NUM_THREADS": "1",  # OpenBLAS and MKL read it too
     }
     with subprocess.Popen(
-        [sys._base_executable, "-I", "-S", "-B", str(CHILD), json.dumps(settings)],
+        [sys._base_executable, "-I", "-S", "-B", CHILD, json.dumps(settings)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,  # its end tells that we are gone
         stderr=subprocess.PIPE,

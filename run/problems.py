@@ -3,6 +3,7 @@
 import torch
 
 from data.preferences import held_out_pairs, pairs_of
+from data.rows import is_own
 from data.stream import ShuffledStream
 from data.tokens import encode
 from distributed.groups import gather, over_ranks, rank_share
@@ -41,8 +42,7 @@ class HeldOut:
         self.max_length = max_length
         # of rollouts; refused here, before problems are fetched
         self.pay = load_reward(getattr(args, "reward", ""), self.task, instead)
-        is_preset = args.data.partition("@")[0] in self.task.PRESETS
-        eval_data = args.eval_data or (args.data if is_preset else "")
+        eval_data = args.eval_data or (args.data if is_own(self.task, args.data) else "")
         self.splits, dropped = load_splits(
             self.task, train, eval_data, self.tokenizer, max_length, args.eval_limit
         )
