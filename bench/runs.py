@@ -51,7 +51,7 @@ OVER, STOPPED = "stopped: for [0-9]+ steps|the run is finished", "go on with --r
 WRITTEN = " s; report: "
 
 
-def read_table(path, part="runs"):
+def read_table(path, part):
     """-> {name: command} of a section. SystemExit says what is wrong with it."""
     runs = {}
     try:

@@ -88,7 +88,7 @@ class Run:
         if self.stopped:
             self.say(f"step {step}: {self.stop.reason}; go on with --resume {self.log.run_dir}")
 
-    def end(self, engine=None, model=None):
+    def end(self, engine, model=None):
         """Score the test split with the engine, unless the run was stopped; say what was reached,
         show a completion, close the log and the process group.
         """

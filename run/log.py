@@ -23,7 +23,6 @@ import zlib
 from collections import Counter
 from contextlib import contextmanager
 from datetime import datetime
-from itertools import count
 from pathlib import Path
 
 import torch
@@ -83,7 +82,7 @@ class RunLog:
         self.started = self.next_plot = time.perf_counter()
         name = f"{Path(script).stem}-{Path(args.model).name}-{task}-s{args.seed}"
         name += f"-{datetime.now():%m%d-%H%M%S}"
-        made = lambda: new_directory(Path(args.out) / name)
+        made = lambda: new_directory(f"{args.out}/{name}")
         self.run_dir = Path(args.resume) if args.resume else from_first_rank(made)
         if not self.is_writer:
             return
@@ -330,13 +329,13 @@ def draw_curves(table, run_dir):
     from matplotlib.figure import Figure  # not pyplot: needs no display and keeps no global state
 
     rcParams["text.parse_math"] = False  # a name may hold dollars
-    table, place = table.round({"loss/total": 6}), count(1)
+    table = table.round({"loss/total": 6})
     figure = Figure((20, 16), layout="constrained")
     figure.suptitle(f"{run_dir.resolve().name}\nmoving averages of 5 % of the steps")
     for title, keys in PANELS.items():
         curves = table.filter(regex=f"^({keys})$").dropna(how="all")
         if curves.size:
-            axes = figure.add_subplot(4, 4, next(place), title=title)
+            axes = figure.add_subplot(4, 4, len(figure.axes) + 1, title=title)
             mean = curves.rolling(len(curves) // 20 + 1, center=True, min_periods=1).mean()
             mean.plot(ax=axes, style=".-", ms=4)
     figure.savefig(run_dir / "curves.png", bbox_inches="tight")
