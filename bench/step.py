@@ -54,21 +54,21 @@ class Args(sft.Args):
 
 def median(function):
     """-> median seconds of five calls after two"""
-    runs = [timed(function) for _ in range(7)]
-    return statistics.median(seconds for seconds, _ in runs[2:])
+    seconds = [timed(function)[0] for _ in range(7)]
+    return statistics.median(seconds[2:])
 
 
 def matmul_rate(device):
     n = 8192 if device.type == "cuda" else 256
     a, b = (torch.randn(n, n, device=device, dtype=torch.bfloat16) for _ in range(2))
-    seconds = median(lambda: [a @ b for _ in range(20)] and None)
+    seconds = median(lambda: [a @ b for _ in range(20)])
     return {"tflops": 2 * n**3 * 20 / seconds / 1e12}
 
 
 def flops(model, args, scored, backward):
     """The formula above for `scored` tokens through the head. -> FLOPs of a step on one rank"""
     tokens = args.rows * args.length * (1 + (model.attention == "block-causal"))
-    weights = [p for layer in model.layers for p in layer.parameters() if p.dim() > 1]
+    weights = [p for p in model.layers.parameters() if p.dim() > 1]
     counted = [(p, tokens * share_taken(p, model.config)) for p in weights] + [
         (model.lm_head.weight, scored)
     ]

@@ -116,9 +116,11 @@ def reach_hub():
 
 def files_of(folder):
     """-> {split: its file}: train.jsonl, or another file of rows, or train/samples.jsonl"""
-    files = [file for file in sorted(Path(folder).iterdir()) if file.suffix in READERS]
     found = {file.parent.name: file for file in Path(folder).glob("*/samples.jsonl")}
-    return found | {file.name.partition(".")[0]: file for file in files}
+    for file in sorted(Path(folder).iterdir()):
+        if file.suffix in READERS:
+            found[file.name.partition(".")[0]] = file
+    return found
 
 
 def splits_of(path):

@@ -142,8 +142,7 @@ class RunLog:
         Collective.
         """
         rows = from_first_rank(lambda: read_rows(self.run_dir))
-        found = [row for row in rows if row.get(keys[0]) is not None]
-        return [(row["step"], *map(row.get, keys)) for row in found]
+        return [(row["step"], *map(row.get, keys)) for row in rows if row.get(keys[0]) is not None]
 
     def say(self, text):
         if self.is_writer:
