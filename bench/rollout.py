@@ -15,10 +15,9 @@ included; tokens_per_forward: of one sequence.
 import math
 import sys
 from itertools import product
-from pathlib import Path
 from typing import Literal
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, __file__.rpartition("/bench/")[0])
 import distributed.start  # noqa: F401
 
 # isort: split
@@ -36,12 +35,12 @@ from rollout.masked import MaskedEngine
 def build(sampler, name, most):
     """-> the engine of a model, for at most so many rows"""
     device = own_device()
-    if sampler in ("ours", "lmdeploy"):
-        backend = "auto" if sampler == "ours" else sampler
-        return make_engine(name, backend, device, max_batch_size=most)
+    if sampler == "lmdeploy":
+        return make_engine(name, sampler, device, max_batch_size=most)
     model = load_model(name, device, frozen_dtype(device))
     if sampler == "adapters":
         add_lora(model, 128, 64, dtype=frozen_dtype(device))
+    if sampler != "plain":
         return make_engine(model, max_batch_size=most)
     return (BlockEngine if model.attention == "block-causal" else MaskedEngine)(model, most)
 
@@ -90,12 +89,12 @@ def main(
         "remasking": "low_confidence_static",
         "temperature": 1.0,
     }
-    caches = [{}] if is_block else [{"cache": kind} for kind in cache]
     for sampler in samplers:
         engine = build(sampler, name, max(rows))
-        for more, n in product(caches, rows):
-            line = {"model": name, "sampler": sampler, "rows": n} | settings | more
-            report(line, measure, engine, n, length, model.mask_token_id, settings | more)
+        for kind, n in product(cache, rows):
+            how = settings | {"cache": kind}
+            line = {"model": name, "sampler": sampler, "rows": n} | how
+            report(line, measure, engine, n, length, model.mask_token_id, how)
         del engine  # before the next one is made
 
 

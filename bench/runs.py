@@ -32,7 +32,7 @@ import tomllib
 from itertools import product
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, __file__.rpartition("/bench/")[0])
 import distributed.start  # noqa: F401
 
 # isort: split
@@ -51,7 +51,7 @@ OVER, STOPPED = "stopped: for [0-9]+ steps|the run is finished", "go on with --r
 WRITTEN = " s; report: "
 
 
-def read_table(path, part="runs"):
+def read_table(path, part):
     """-> {name: command} of a section. SystemExit says what is wrong with it."""
     runs = {}
     try:

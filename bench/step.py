@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, __file__.rpartition("/bench/")[0])
 import distributed.start  # noqa: F401
 
 # isort: split
@@ -37,6 +37,7 @@ from distributed.groups import setup_distributed
 from distributed.sequence import data_rank
 from models import load_weights
 from models.names import resolve
+from run.plan import share_taken
 
 
 @dataclass
@@ -53,23 +54,24 @@ class Args(sft.Args):
 
 def median(function):
     """-> median seconds of five calls after two"""
-    runs = [timed(function) for _ in range(7)]
-    return statistics.median(seconds for seconds, _ in runs[2:])
+    seconds = [timed(function)[0] for _ in range(7)]
+    return statistics.median(seconds[2:])
 
 
 def matmul_rate(device):
     n = 8192 if device.type == "cuda" else 256
     a, b = (torch.randn(n, n, device=device, dtype=torch.bfloat16) for _ in range(2))
-    seconds = median(lambda: [a @ b for _ in range(20)] and None)
+    seconds = median(lambda: [a @ b for _ in range(20)])
     return {"tflops": 2 * n**3 * 20 / seconds / 1e12}
 
 
 def flops(model, args, scored, backward):
     """The formula above for `scored` tokens through the head. -> FLOPs of a step on one rank"""
     tokens = args.rows * args.length * (1 + (model.attention == "block-causal"))
-    used = lambda p: model.config.num_experts_per_tok / len(p) if p.dim() == 3 else 1
-    weights = [p for layer in model.layers for p in layer.parameters() if p.dim() > 1]
-    counted = [(p, tokens * used(p)) for p in weights] + [(model.lm_head.weight, scored)]
+    weights = [p for p in model.layers.parameters() if p.dim() > 1]
+    counted = [(p, tokens * share_taken(p, model.config)) for p in weights] + [
+        (model.lm_head.weight, scored)
+    ]
     products = sum(2 * p.numel() * n * (1 + backward * (1 + p.requires_grad)) for p, n in counted)
     width = len(model.layers) * model.config.num_attention_heads * model.config.head_dim
     pairs = 4 * (1 + 2 * backward) * width * args.rows * args.length**2

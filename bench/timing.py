@@ -2,12 +2,12 @@
 
 import gc
 import json
-import os
 import time
 import traceback
 
 import torch
 
+from distributed.disk import is_first_rank
 from run.log import describe_device
 
 synchronize = torch.cuda.synchronize if torch.cuda.is_available() else int
@@ -37,6 +37,6 @@ def report(facts, function, *args):
     except (Exception, SystemExit) as error:
         traceback.print_exc()
         found = {"error": f"{type(error).__name__}: {error}"[:300]}
-    if not int(os.environ.get("RANK", 0)):
+    if is_first_rank():
         print(json.dumps(facts | found | {"device": describe_device()}), flush=True)
     return found

@@ -38,12 +38,13 @@ def main(samples: list[str], out: str, wrong: float = 1.0, mixed: str = ""):
             for online scripts. From a group of equal rewards nothing is learned
     """
     is_right, verdicts = {}, defaultdict(set)
-    for row in (row for path in samples for row in read_rows(path, "samples")):
-        asked, right = {"prompt": row["prompt"]}, row["score"] == 1
-        if not row["truncated"]:
-            is_right[dumps(asked | {"response": row["completion"]}) + "\n"] = right
-        truth = {"reward_model": {"ground_truth": row["gold"]}}
-        verdicts[dumps(asked | truth) + "\n"].add(right)
+    for path in samples:
+        for row in read_rows(path, "samples"):
+            asked, right = {"prompt": row["prompt"]}, row["score"] == 1
+            if not row["truncated"]:
+                is_right[dumps(asked | {"response": row["completion"]}) + "\n"] = right
+            truth = {"reward_model": {"ground_truth": row["gold"]}}
+            verdicts[dumps(asked | truth) + "\n"].add(right)
     right = [*filter(is_right.get, is_right)]
     if not right:
         raise SystemExit(f"no answer of {', '.join(samples)} is right and whole")

@@ -28,7 +28,7 @@ def open_rows(path, split, presets, config=None):
             "the task has no rows of its own: name a file or a hub data set with --data"
         )
     if os.path.isdir(path):
-        path = str(files_of(path).get(split, f"{path}/{split}.jsonl"))
+        path = files_of(path).get(split, f"{path}/{split}.jsonl")
     if os.path.isfile(path) and Path(path).suffix in READERS:
         yield from read_file(path)
     elif is_hub_id(path):
@@ -98,7 +98,7 @@ def is_own(task, data):
     """Whether data (--data) names problems of the task: none, a preset, or its hub data set, at any
     revision.
     """
-    return (data or "").partition("@")[0] in ("", *task.PRESETS, getattr(task, "HUB", ""))
+    return data.partition("@")[0] in ("", *task.PRESETS, getattr(task, "HUB", ""))
 
 
 @cache
@@ -116,9 +116,11 @@ def reach_hub():
 
 def files_of(folder):
     """-> {split: its file}: train.jsonl, or another file of rows, or train/samples.jsonl"""
-    files = [file for file in sorted(Path(folder).iterdir()) if file.suffix in READERS]
     found = {file.parent.name: file for file in Path(folder).glob("*/samples.jsonl")}
-    return found | {file.name.partition(".")[0]: file for file in files}
+    for file in sorted(Path(folder).iterdir()):
+        if file.suffix in READERS:
+            found[file.name.partition(".")[0]] = file
+    return found
 
 
 def splits_of(path):
@@ -126,7 +128,7 @@ def splits_of(path):
     hub does not answer.
     """
     if os.path.isdir(path):
-        return list(files_of(path))
+        return files_of(path)
     if not is_hub_id(path):
         return []
     import datasets

@@ -1,12 +1,11 @@
 """An endless stream over a finite list: a new order every epoch, known from the seed alone."""
 
 import hashlib
-import json
 from itertools import chain
 
 import torch
 
-from distributed.disk import is_first_rank, write_atomically
+from distributed.disk import is_first_rank, read_json, write_json
 from rollout.sampling import keyed_uniform
 
 
@@ -36,7 +35,7 @@ def check_items(items, config_file):
         parts = [*chain(*items.rows), items.lengths.flatten().cumsum(0).numpy()]
     digest = hashlib.blake2b(b"".join(parts), digest_size=8).hexdigest()
     found = {"count": len(items), "hash": digest}
-    config = json.loads(config_file.read_text(encoding="utf-8"))
+    config = read_json(config_file)
     had = config.setdefault("rows", found)
     if had != found:
         raise SystemExit(
@@ -44,4 +43,4 @@ def check_items(items, config_file):
             f"with ({had}): give it the data that it had"
         )
     if is_first_rank():
-        write_atomically(config_file, json.dumps(config, indent=2) + "\n")
+        write_json(config_file, config)

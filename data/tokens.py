@@ -176,9 +176,8 @@ def answers_of(row, column, every=False):
         messages = messages_of(row.get(column))
         if len(messages) < 2:
             messages = messages_of(row.get("prompt"), "user") + messages
+        "".join(turn["content"] for turn in messages)  # TypeError if one is no text
     except (AttributeError, KeyError, TypeError):  # other values, keys, roles
-        return []
-    if not all(isinstance(turn["content"], str) for turn in messages):
         return []
     return [
         (messages[:k], messages[k]["content"])

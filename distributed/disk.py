@@ -85,6 +85,11 @@ def read_json(path):
         raise SystemExit(f"{path} is missing or damaged: {error}") from error
 
 
+def write_json(path, content):
+    """`write_atomically` of what `read_json` reads."""
+    write_atomically(path, json.dumps(content, indent=2) + "\n")
+
+
 def hold(directory):
     """Keep other processes out of a run directory until this one ends, however it ends. SystemExit
     if one works there; a line on stderr where the file system has no locks.

@@ -29,14 +29,17 @@ def setup_distributed(sequence_parallel=1):
     """
     device = own_device()
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    if not dist.is_initialized():
-        join_ranks(backend, TIMEOUT)
+    join_ranks(backend, TIMEOUT)
     form_groups(sequence_parallel, ranks_of_a_node(dist.get_world_size()), TIMEOUT)
     return device
 
 
 def join_ranks(backend, timeout):
-    """Start the process group. SystemExit if the variables that torchrun sets allow none."""
+    """Start the process group, unless there is one. SystemExit if the variables that torchrun sets
+    allow none.
+    """
+    if dist.is_initialized():
+        return
     alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     try:
         dist.init_process_group(backend, timeout=timeout, **alone)

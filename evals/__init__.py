@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from functools import partial
 from importlib import import_module
+from itertools import repeat
 from numbers import Real
 from pathlib import Path
 
@@ -144,8 +145,7 @@ def mean_score(engine, task, tokenizer, problems, name, **settings):
         if engine.held is None:  # otherwise the next rollout makes room before the next update
             engine.release()
         found = score_all(task, trace.texts(tokenizer), examples)
-        places = range(len(mine))[:KEPT]
-        kept = [trace.describe(i, tokenizer, found[i], examples[i]) for i in places]
+        kept = [*map(trace.describe, range(KEPT), repeat(tokenizer), found, examples)]
     scores = sum(gather(found), [])
     error, distinct = standard_error(task, [one for one, _ in problems], scores)
     mean = {f"{name}/{task.NAME}": sum(scores) / len(scores)}

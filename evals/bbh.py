@@ -22,7 +22,7 @@ from pathlib import Path
 from evals import tagged_answer
 from evals.choices import SPECIAL, letter
 from evals.examples import one_split, own_part, user
-from evals.math_grader import MAX_LENGTH, MAX_TEXT, last_box
+from evals.math_grader import MAX_LENGTH, last_box
 
 TASKS = """
 boolean_expressions causal_judgement date_understanding disambiguation_qa dyck_languages
@@ -78,7 +78,7 @@ def extract(completion, example):
         options = re.findall(r"^\(([A-Z])\)", example["question"], re.MULTILINE)
         found = letter(completion, options)
         return found and f"({found})"
-    completion = own_part(completion[-MAX_TEXT:])
+    completion = own_part(completion)
     completion = SPECIAL.sub("\n", tagged_answer(completion) or completion)
     line = "\n\n" if " " in example["gold"] else "\n"
     text = ANSWER_IS.split(completion.strip())[-1]

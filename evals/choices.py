@@ -7,9 +7,8 @@ import re
 from functools import partial
 from typing import NamedTuple
 
-from data.rows import is_hub_id, read_rows
+from data.rows import Row, is_hub_id, read_rows
 from evals.examples import one_split, own_part, parse_rows, source_and_style, user
-from evals.math_grader import MAX_TEXT
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 SHOTS = 5  # solved questions of the same subject in front of a question
@@ -102,7 +101,7 @@ def letter(completion, letters):
     OpenCompass takes the first match of some fifty patterns and in the end any capital letter, so
     that the article "A" answers A there.
     """
-    completion = SPECIAL.sub("\n", own_part(completion[-MAX_TEXT:]))
+    completion = SPECIAL.sub("\n", own_part(completion))
     said, others, last = [], set(), 0  # others: letters of the statements directly in front
     for match in STATED.finditer(completion):
         (start, end), choice = match.span(), match[match.lastindex].upper()
@@ -176,12 +175,13 @@ class Choices:
         return [example | style for example in examples]
 
     def examples(self, path, part):
-        rows = read_parts(path, part, self.parts, self.PRESETS)
-        return parse_rows(self.problem, self.needs, path, rows)
+        return parse_rows(
+            self.problem, self.needs, read_parts(path, part, self.parts, self.PRESETS)
+        )
 
     def problem(self, row):
         example = self.read(row)
-        options = labelled(example["options"])
+        options = labelled(example)
         "".join([*options.values(), example.get("subject", "")])  # TypeError if one is no text
         if example["gold"] not in options:
             raise ValueError("the answer is no option")
@@ -197,7 +197,7 @@ class Choices:
         """-> text without a chat, as lm-eval shows it to base models, {letter: what may follow}"""
         fill, ask, answer = partial(self.filled, self.base), self.base.ask, self.base.answer
         shots = [fill(f"{ask}{answer}\n\n", shot) for shot in example.get("shots", ())]
-        options = labelled(example["options"]).items()
+        options = labelled(example).items()
         follow = {letter: answer.format(gold=letter, option=option) for letter, option in options}
         return fill(self.heading, example) + "".join(shots) + fill(ask, example), follow
 
@@ -206,16 +206,14 @@ class Choices:
 
     def filled(self, form, text, example):
         subject = example.get("subject", "")
-        lines = "\n".join(
-            form.option.format(*pair) for pair in labelled(example["options"]).items()
-        )
+        lines = "\n".join(form.option.format(*pair) for pair in labelled(example).items())
         topic = self.topics.get(subject, subject.replace("_", " "))
         more = {"options": lines, "stripped_options": lines.strip(), "topic": topic}
         return text.format(**example | more)
 
     def extract(self, completion, example):
         """The letter of the completion, one of the options; None if there is none."""
-        return letter(completion, labelled(example["options"]))
+        return letter(completion, labelled(example))
 
     def score(self, completion, example):
         """Whether the letter is the gold one. Never raises."""
@@ -226,9 +224,9 @@ class Choices:
         return self.form(example).answer.format(**example)
 
 
-def labelled(options):
+def labelled(example):
     """{letter: option}, without those of MMLU-Pro that are "N/A"."""
-    pairs = zip(LETTERS, options, strict=False)
+    pairs = zip(LETTERS, example["options"], strict=False)
     return {letter: option for letter, option in pairs if option != "N/A"}
 
 
@@ -238,4 +236,4 @@ def read_parts(path, split, parts, presets=()):
     if not is_hub_id(path):
         return read_rows(path, split, presets)
     read = lambda part: read_rows(path, split, presets, config=part)
-    return [{"subject": part} | row for part in parts for row in read(part)]
+    return [Row(row.place, {"subject": part} | row) for part in parts for row in read(part)]

@@ -125,8 +125,7 @@ def extract(completion, example):
 def score(completion, example):
     """Whether it is a legal expression over exactly the given numbers that equals the target.
     Never raises."""
-    found = evaluate(extract(completion, example) or "")
-    return found == (example["target"], sorted(example["numbers"]))
+    return evaluate(extract(completion, example) or "") == asks(example)
 
 
 def answer(example, draw=0):
@@ -145,7 +144,7 @@ def answer(example, draw=0):
 
 
 def evaluate(text):
-    """(value, sorted literals) of a legal expression; None for anything else, and for division by
+    """(sorted literals, value) of a legal expression; None for anything else, and for division by
     zero. Never raises."""
     if ILLEGAL.search(text) or len(re.findall(r"[-+*/(]", text)) > MAX_DEPTH:
         return None
@@ -153,7 +152,7 @@ def evaluate(text):
         value = eval(DIGITS.sub(r"Fraction(\g<0>)", text), {"Fraction": Fraction})
     except (SyntaxError, TypeError, ArithmeticError):
         return None
-    return value, sorted(map(int, DIGITS.findall(text)))
+    return sorted(map(int, DIGITS.findall(text))), value
 
 
 def _problem(row):

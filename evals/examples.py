@@ -5,6 +5,7 @@ from itertools import chain, cycle
 
 from data.planning import stable_hash
 from data.rows import is_of, read_rows
+from evals.math_grader import MAX_TEXT
 
 QUESTION = {"question", "text", "prompt"}  # keys of examples whose text must not be blank
 # styles of examples, by their name behind --data FILE@: d1's prompts for training and evaluation
@@ -29,7 +30,7 @@ def read_examples(
     path = path or hub
     if hub and is_of(path, hub):
         split = one_split(hub, split, {"test": hub_split})
-    return parse_rows(read, needs, path, read_rows(path, split, presets, limit, config))
+    return parse_rows(read, needs, read_rows(path, split, presets, limit, config))
 
 
 def source_and_style(data, default, styles=STYLES):
@@ -41,18 +42,18 @@ def source_and_style(data, default, styles=STYLES):
     return data or default, {}
 
 
-def parse_rows(read, needs, path, rows, first=1):
-    """read(row) of every row. SystemExit names the first row for which `read` raises, its columns,
+def parse_rows(read, needs, rows):
+    """read(row) of every Row. SystemExit names the first one for which `read` raises, its columns,
     and what it `needs`."""
     examples = []
-    for number, row in enumerate(rows, first):
+    for row in rows:
         try:
             examples.append(read(dict(row)))
             for key in QUESTION & examples[-1].keys():
                 if not examples[-1][key].strip():
                     raise ValueError("a blank question")
         except (LookupError, TypeError, ValueError, AttributeError) as error:
-            where = f"{path} row {number}: cannot read a problem from {', '.join(row)}"
+            where = f"{row.place}: cannot read a problem from {', '.join(row)}"
             raise SystemExit(f"{where}; needs {needs} ({type(error).__name__}: {error})") from error
     return examples
 
@@ -72,8 +73,8 @@ def worked(example):
 
 
 def own_part(completion):
-    """A completion without a next question that it asks itself, and its answer."""
-    return NEXT.split(completion.lstrip(), maxsplit=1)[0]
+    """The end of a completion without a next question that it asks itself, and its answer."""
+    return NEXT.split(completion[-MAX_TEXT:].lstrip(), maxsplit=1)[0]
 
 
 def user(content, shots=()):
@@ -90,7 +91,7 @@ def chat_row(row):
 
 def planning_row(row, question, answer):
     """The columns `question` and `answer` of a row, or what DARE or Dream have in their place."""
-    if isinstance(row.get("reward_model"), dict):  # DARE
+    if "extra_info" in row:  # DARE
         return row["extra_info"][question], row["reward_model"]["ground_truth"]
     if "output" in row:  # Dream
         return row["input"], row["output"]

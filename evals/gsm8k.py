@@ -28,7 +28,7 @@ from evals.examples import (
     user,
     worked,
 )
-from evals.math_grader import FRACTION, MAX_LENGTH, MAX_TEXT, rewritten, rules
+from evals.math_grader import FRACTION, MAX_LENGTH, rewritten, rules
 
 HUB = "openai/gsm8k"
 # names that `load` takes besides files and hub ids: HUB's rows with other prompts
@@ -241,7 +241,7 @@ def load(split, path=None, limit=None):
     rows = read_rows(path, part, PRESETS, config=config)
     if held:
         rows = held_out(rows, split, "gsm8k")
-    examples = parse_rows(_problem, COLUMNS, path, rows[:limit])
+    examples = parse_rows(_problem, COLUMNS, rows[:limit])
     return [{"style": "boxed"} | example | style for example in examples]
 
 
@@ -265,7 +265,7 @@ def extract(completion, example):
     sentence; but not one that begins or ends a list, or is calculated with: 1, 2, 3. A question
     that the model asks itself, and what follows, are not read.
     """
-    completion = rewritten(own_part(completion[-MAX_TEXT:]), BOXES)
+    completion = rewritten(own_part(completion), BOXES)
     last = final_answer(completion)
     if "tags" not in example["style"]:
         lines = re.split(r"(?:box(?:ed)?\s*\{|</answer>)[^\n]*", completion)

@@ -24,7 +24,7 @@ import zlib
 from functools import partial
 from pathlib import Path
 
-from data.rows import objects, one_line, reach_hub
+from data.rows import Row, objects, one_line, reach_hub
 from evals.examples import as_text, one_split, parse_rows
 from evals.programs import code_of, passed
 from evals.sandbox import Job
@@ -216,7 +216,7 @@ def load(split, path=None, limit=None):
         with open(name, "rb") as file:
             rows = objects(name, iter(file.readline, b""))
             for number, (line, row) in enumerate(rows, 1):
-                [example] = parse_rows(_problem, COLUMNS, name, [row], number)
+                [example] = parse_rows(_problem, COLUMNS, [Row(f"{name} row {number}", row)])
                 if first <= example.pop("date") <= (last or "9999"):
                     examples.append(example | {"private": (name, file.tell() - len(line))})
                 if len(examples) == limit:

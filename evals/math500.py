@@ -87,7 +87,7 @@ def load(split, path=None, limit=None):
         rows = read_parts(path, "train" if held else "test", PARTS)
     else:
         rows = read_rows(path, split, PRESETS, limit)
-    examples = [example for example in parse_rows(problem, COLUMNS, path, rows) if example["gold"]]
+    examples = [example for example in parse_rows(problem, COLUMNS, rows) if example["gold"]]
     if lost := len(rows) - len(examples):
         print(f"{path}: {lost} of {len(rows)} rows left out: no answer", file=sys.stderr)
     if whole and held:

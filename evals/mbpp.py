@@ -91,7 +91,7 @@ def load(split, path=None, limit=None):
     rows = read_rows(path, split, config="full" if is_of(path, HUB) else None)
     ours = lambda number: not number.isdigit() or int(number) in SPLITS[split]
     rows = [row for row in rows if ours(str(row.get("task_id", "")))]
-    return parse_rows(_problem, COLUMNS, path, rows[:limit])
+    return parse_rows(_problem, COLUMNS, rows[:limit])
 
 
 def prompt(example):
@@ -103,19 +103,13 @@ def prompt(example):
 def extract(completion, example):
     r"""The code of a completion, not checked; None if there is none.
 
-    It is in the text before the first [DONE], from the last [BEGIN] there, without its quotes
-    (evals/programs.py: code_of). \_ is _.
+    It is in the text before the first [DONE], from the last [BEGIN] there, without a pair of single
+    quotes around it, of which the last may be missing (evals/programs.py: code_of). \_ is _.
     """
-    text = completion.replace("\\_", "_").partition("[DONE]")[0]
-    return code_of(unquoted(text.rpartition("[BEGIN]")[2]), names_of(example))
-
-
-def unquoted(text):
-    """Without one pair of single quotes around it, or without the first one if the pair is not
-    closed."""
-    inner = text.strip()
-    quoted = inner.startswith("'") and not inner.startswith("''")
-    return inner[1:].removesuffix("'") if quoted else text
+    text = completion.replace("\\_", "_").partition("[DONE]")[0].rpartition("[BEGIN]")[2]
+    if re.match(r"\s*'(?!')", text):
+        text = text.strip()[1:].removesuffix("'")
+    return code_of(text, names_of(example))
 
 
 def names_of(example):

@@ -43,7 +43,7 @@ def defines(code, names):
     assignment."""
     name = "|".join(map(re.escape, names))
     definition = rf"^[ \t]*(?:(?:async[ \t]+)?def|class)[ \t]+(?:{name})\b|^(?:{name})[ \t]*="
-    return bool(names) and bool(re.search(definition, code, re.M))
+    return bool(names and re.search(definition, code, re.M))
 
 
 def code_of(text, names):

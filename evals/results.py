@@ -33,8 +33,14 @@ def summary(evaluation, rows):
     means, asked = numbers.mean(), [examples[row["index"]] for row in rows]
     n, by_problem = settings["samples"], numbers.groupby("index")["score"]
     error, distinct = standard_error(task, asked, numbers["score"].tolist())
-    result = {"task": task.NAME, "n": len(by_problem), "samples": n}
-    result |= {"accuracy": means["score"], "stderr": error, "distinct": distinct}
+    result = {
+        "task": task.NAME,
+        "n": len(by_problem),
+        "samples": n,
+        "accuracy": means["score"],
+        "stderr": error,
+        "distinct": distinct,
+    }
     if n > 1:
         result["accuracies"] = score("sample").tolist()
         ks = sorted({*(2**i for i in range(n.bit_length())), n})

@@ -48,6 +48,7 @@ from distributed.disk import (
     progress,
     read_json,
     write_atomically,
+    write_json,
 )
 from distributed.groups import join_ranks, own_device
 from evals import TRIAL, load_examples, load_task
@@ -138,9 +139,8 @@ def evaluate(args):
         if (value := getattr(args, name)) is not None and value < 1:
             raise SystemExit(f"--{name.replace('_', '-')} must be at least 1")
     data, files = by_task("data", args.data, tasks), by_task("completions", args.completions, tasks)
-    if not dist.is_initialized():
-        # a rank may finish a long task much earlier than another
-        join_ranks("gloo", timedelta(days=2))
+    # a rank may finish a long task much earlier than another
+    join_ranks("gloo", timedelta(days=2))
     # weights are read once the problems of a task are found
     engine = cache(
         lambda: make_engine(
@@ -201,7 +201,7 @@ def directory(args, tasks):
         if args.out and out.exists():
             raise SystemExit(f"--out {out} exists: name another one, or continue with --resume")
         out = new_directory(args.out or default)
-        write_atomically(out / "config.json", json.dumps(asdict(args), indent=1))
+        write_json(out / "config.json", asdict(args))
     hold(out)
     return out
 
@@ -306,7 +306,7 @@ class Evaluation:
         """
         folder.mkdir(exist_ok=True)
         if not (path := folder / "result.json").is_file():
-            write_atomically(path, json.dumps({"settings": self.settings}))
+            write_json(path, {"settings": self.settings})
         old = read_json(path)["settings"]
         for key, value in self.settings.items():
             if old.get(key) != value:
@@ -343,7 +343,7 @@ class Evaluation:
         dist.barrier()
         if not rank:
             result = summary(self, [*gather(folder).values()])
-            write_atomically(folder / "result.json", json.dumps(result, indent=1))
+            write_json(folder / "result.json", result)
             write_report(folder)
             return result
 

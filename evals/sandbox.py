@@ -115,10 +115,12 @@ def in_threads(function, *columns):
     """function(...) of every row of the columns, in order, as many at a time as there are cores,
     which the ranks of a machine share. On the first rank's terminal a bar appears after a while.
     """
-    from distributed.disk import progress  # here: the sandbox itself needs no packages
+    # here: the sandbox itself needs no packages
+    from distributed.disk import progress
+    from distributed.groups import ranks_of_a_node
 
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    workers = max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    workers = max(1, cores // ranks_of_a_node(1))
     try:
         with ThreadPoolExecutor(workers) as pool:
             return [*progress(pool.map(function, *columns), "scoring", total=len(columns[0]))]
@@ -143,9 +145,8 @@ def _supervised(job):
         "TZ": "UTC",
         "OMP_NUM_THREADS": "1",  # OpenBLAS and MKL read it too
     }
-    python = getattr(sys, "_base_executable", sys.executable)
     with subprocess.Popen(
-        [python, "-I", "-S", "-B", str(CHILD), json.dumps(settings)],
+        [sys._base_executable, "-I", "-S", "-B", CHILD, json.dumps(settings)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,  # its end tells that we are gone
         stderr=subprocess.PIPE,

@@ -10,7 +10,7 @@ comes out writes no sense before it is trained: algos/sft.py.
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, __file__.rpartition("/models/")[0])
 import distributed.start  # noqa: F401
 
 # isort: split

@@ -6,9 +6,8 @@ python models/random_init.py --config DIR --tokenizer DIR --out runs/sdar  # siz
 """
 
 import sys
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, __file__.rpartition("/models/")[0])
 import distributed.start  # noqa: F401
 
 # isort: split

@@ -25,7 +25,7 @@ class Run:
         check_items(problems.train, self.log.run_dir / "config.json")
         self.stop, self.args, self.problems = Stop(getattr(args, "dead_steps", 0)), args, problems
         self.say = self.log.say
-        self.drawn, self.stopped, self.step = "", False, self.start
+        self.drawn, self.stopped = "", False
         problems.keep = self.keep
 
     def write(self, step, metrics):
@@ -88,7 +88,7 @@ class Run:
         if self.stopped:
             self.say(f"step {step}: {self.stop.reason}; go on with --resume {self.log.run_dir}")
 
-    def end(self, engine=None, model=None):
+    def end(self, engine, model=None):
         """Score the test split with the engine, unless the run was stopped; say what was reached,
         show a completion, close the log and the process group.
         """

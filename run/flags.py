@@ -195,8 +195,7 @@ class RunFlags:
 
             pretend(args.plan)
         elif os.environ.get("RANK", "0") == "0":
-            where = {"resume": args.resume} if args.resume else {}
-            chosen = flags_of({"model": args.model} | cls.chosen | where)
+            chosen = flags_of({"model": args.model} | cls.chosen)
             print(f"settings: {shlex.join([sys.argv[0], *chosen])}", file=sys.stderr)
         return args
 
@@ -293,7 +292,7 @@ def saved_flags(directory):
     config, script = read_json(directory / "config.json"), Path(sys.argv[0]).stem
     if (other := config.get("script", "evals/run")) != script:
         raise SystemExit(f"--resume {directory} is a run of {other}.py, not of {script}.py")
-    return config["args"]
+    return config["args"] | {"resume": ""}
 
 
 def flags_of(values):

@@ -20,9 +20,9 @@ import subprocess
 import sys
 import time
 import zlib
+from collections import Counter
 from contextlib import contextmanager
 from datetime import datetime
-from itertools import count
 from pathlib import Path
 
 import torch
@@ -36,6 +36,7 @@ from distributed.disk import (
     new_directory,
     read_json,
     write_atomically,
+    write_json,
     writing,
 )
 from distributed.groups import all_reduce
@@ -81,7 +82,7 @@ class RunLog:
         self.started = self.next_plot = time.perf_counter()
         name = f"{Path(script).stem}-{Path(args.model).name}-{task}-s{args.seed}"
         name += f"-{datetime.now():%m%d-%H%M%S}"
-        made = lambda: new_directory(Path(args.out) / name)
+        made = lambda: new_directory(f"{args.out}/{name}")
         self.run_dir = Path(args.resume) if args.resume else from_first_rank(made)
         if not self.is_writer:
             return
@@ -97,7 +98,7 @@ class RunLog:
             config.setdefault("resumed", {})[str(step)] = now["command"]
         else:
             hold(self.run_dir)
-        write_atomically(path, json.dumps(config, indent=2) + "\n")
+        write_json(path, config)
         if args.track:
             self.wandb_run = follow(self.run_dir, vars(args))
         # A run that stops with an error leaves its table and figure too. Registered behind wandb's
@@ -141,8 +142,7 @@ class RunLog:
         Collective.
         """
         rows = from_first_rank(lambda: read_rows(self.run_dir))
-        found = [row for row in rows if row.get(keys[0]) is not None]
-        return [(row["step"], *map(row.get, keys)) for row in found]
+        return [(row["step"], *map(row.get, keys)) for row in rows if row.get(keys[0]) is not None]
 
     def say(self, text):
         if self.is_writer:
@@ -247,7 +247,7 @@ class Stop:
         return bool(received or self.status)
 
 
-class Stopwatch(dict):
+class Stopwatch(Counter):
     """Seconds per phase, and their sum, to be merged into the metrics: `with clock("rollout"): ...`
     adds to clock["time/rollout"]. A phase that runs out of GPU memory ends the run with one line.
     """
@@ -264,7 +264,7 @@ class Stopwatch(dict):
             torch.cuda.synchronize()
         seconds = time.perf_counter() - start
         for key in (f"time/{phase}", "time/step"):
-            self[key] = self.get(key, 0.0) + seconds
+            self[key] += seconds
 
 
 def machine_metrics():
@@ -313,7 +313,7 @@ def truncate_rows(path, step):
     """
     kept, lost = [], {*range(1, step + 1)}
     for line, row in read_lines(path):
-        is_last_test = row["step"] and any(key.startswith("test/") for key in row)
+        is_last_test = row["step"] and "error/test" in row
         if row["step"] <= step and not is_last_test:
             kept.append(line.decode())
             lost.discard(row["step"])
@@ -328,13 +328,13 @@ def draw_curves(table, run_dir):
     from matplotlib.figure import Figure  # not pyplot: needs no display and keeps no global state
 
     rcParams["text.parse_math"] = False  # a name may hold dollars
-    table, place = table.round({"loss/total": 6}), count(1)
+    table = table.round({"loss/total": 6})
     figure = Figure((20, 16), layout="constrained")
     figure.suptitle(f"{run_dir.resolve().name}\nmoving averages of 5 % of the steps")
     for title, keys in PANELS.items():
         curves = table.filter(regex=f"^({keys})$").dropna(how="all")
         if curves.size:
-            axes = figure.add_subplot(4, 4, next(place), title=title)
+            axes = figure.add_subplot(4, 4, len(figure.axes) + 1, title=title)
             mean = curves.rolling(len(curves) // 20 + 1, center=True, min_periods=1).mean()
             mean.plot(ax=axes, style=".-", ms=4)
     figure.savefig(run_dir / "curves.png", bbox_inches="tight")

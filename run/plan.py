@@ -98,6 +98,11 @@ def kept_per_token(model, compiled, dtype=torch.bfloat16):
     return sum(kept[number].untyped_storage().nbytes() for number in kept.keys() - own) / 128
 
 
+def share_taken(p, config):
+    """-> share of a parameter of a block that a token takes: of stacked experts a few"""
+    return config.num_experts_per_tok / len(p) if p.dim() == 3 else 1
+
+
 @dataclass
 class Plan:
     """The plan of one of `ranks`. Counts are those of all ranks.
@@ -130,9 +135,7 @@ class Plan:
         self.has_reference = getattr(args, "beta", 0) > 0
         self.values = getattr(args, "value_model", False)
         self.base = sum(p.numel() for name, p in net.named_parameters() if "lora_" not in name)
-        # a token takes a few of a block's experts
-        share = lambda p: config.num_experts_per_tok / len(p) if p.dim() == 3 else 1
-        self.active = sum(p.numel() * share(p) for p in net.layers.parameters())
+        self.active = sum(p.numel() * share_taken(p, config) for p in net.layers.parameters())
         self.trained = sum(p.numel() for p in net.parameters() if p.requires_grad)
         # of the sampler's own; offline it gets merged weights
         is_merged = getattr(args, "lora_merged_rollout", True)

@@ -3,9 +3,10 @@
 import torch
 
 from data.preferences import held_out_pairs, pairs_of
+from data.rows import is_own
 from data.stream import ShuffledStream
 from data.tokens import encode
-from distributed.groups import all_reduce, gather, over_ranks, rank_share
+from distributed.groups import gather, over_ranks, rank_share
 from distributed.sequence import data_rank
 from evals import TRIAL, load_splits, load_task, mean_score, score_all
 from evals.own import FAILED
@@ -41,8 +42,7 @@ class HeldOut:
         self.max_length = max_length
         # of rollouts; refused here, before problems are fetched
         self.pay = load_reward(getattr(args, "reward", ""), self.task, instead)
-        is_preset = args.data.partition("@")[0] in self.task.PRESETS
-        eval_data = args.eval_data or (args.data if is_preset else "")
+        eval_data = args.eval_data or (args.data if is_own(self.task, args.data) else "")
         self.splits, dropped = load_splits(
             self.task, train, eval_data, self.tokenizer, max_length, args.eval_limit
         )
@@ -213,7 +213,7 @@ class Problems(HeldOut):
             rows = (torch.arange(N) + N * is_dead.repeat_interleave(G)).tolist()
             trace, graded = concatenate([trace, fresh], pad).select(rows), [graded[i] for i in rows]
         parts, examples = map(list, zip(*graded, strict=True))
-        failed = all_reduce({"failed": len(FAILED), "all": len(parts)})
+        failed = over_ranks(len(FAILED)) / over_ranks(len(parts))
         trace, rewards, parts, examples = gathered(trace, parts, examples, pad)
         batch = Batch(trace, model)
         batch.rewards, batch.examples = rewards, examples
@@ -223,7 +223,7 @@ class Problems(HeldOut):
             rewards = sum_of_parts(values.view(-1, G, values.shape[1])).flatten()
         metrics = rollout_metrics(trace, rewards, parts, G)
         if self.args.reward_errors is not None:
-            metrics["reward/error_frac"] = failed["failed"] / failed["all"]
+            metrics["reward/error_frac"] = failed
         return batch, rewards, metrics
 
     def check(self, engine, model):

@@ -34,7 +34,7 @@ class Saves:
 
     def __init__(self, run_dir, model, optimizer, tokenizer, args, scores, step):
         """args: RunFlags. scores: [(step, validation score)] so far. step: see `include`"""
-        self.checkpoints, self.resume = Path(run_dir) / "checkpoints", Path(run_dir) / "resume"
+        self.checkpoints, self.resume = run_dir / "checkpoints", run_dir / "resume"
         self.model, self.tokenizer, self.args = model, tokenizer, args
         self.scores, self.parts, self.saved = dict(scores), {}, step
         self.newest = max(saves_in(self.checkpoints), default=(0, None))[1]
@@ -137,7 +137,7 @@ def sizes(state):
 
 def saves_in(directory):
     """-> [(step, path)] of its saves, the oldest first; a copy under another name is none"""
-    named = ((path.name[5:], path) for path in Path(directory).glob("step-*"))
+    named = ((path.name[5:], path) for path in directory.glob("step-*"))
     return sorted((int(step), path) for step, path in named if step.isdecimal())
 
 
