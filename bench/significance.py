@@ -41,8 +41,11 @@ def differences(scores):
     unit = "start" if scores.index.unique("start")[1:].size else "seed"
     cells = scores.mean(axis=1).groupby(["method", unit]).mean().unstack()
     number, means, found = cells.count(axis=1), scores.groupby("method").mean(), {}
-    free = number.sum() - sum(cells.shape) + 1
-    own = (cells - cells.mean()).var(axis=1) * (number - 1).sum() / free
+    free = (number - 1).sum()
+    if unit == "start":  # what it does to all is in no difference
+        free -= cells.shape[1] - 1
+        cells = cells - cells.mean()
+    own = cells.var(axis=1) * (number - 1).sum() / free
     spread = own.clip(own.mean()).fillna(own.mean()) / number
     spread["start"] = 0  # no training
     for a, b in combinations(means.index, 2):
@@ -78,7 +81,7 @@ def main(path: str, claims: tuple[str, ...] = (), /):
     rows[["task", *RUN]] = rows["name"].str.split(".", expand=True)
     for task, mine in rows.dropna(subset=RUN).set_index(RUN).groupby("task"):
         found, free = differences(mine["scores"].str[0].str["each"].apply(pd.Series))
-        some = [tuple(claim.split(",")) for claim in claims] or found.index
+        some = [tuple(sorted(claim.split(","))) for claim in claims] or found.index
         show(task, found.loc[some], free) if free > 0 else print(f"{task} has too few runs")
 
 

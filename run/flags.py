@@ -188,7 +188,7 @@ class RunFlags:
                 other = next(other for other in others if other in now)
                 raise SystemExit(
                     f"--{name.replace('_', '-')} does nothing with "
-                    f"--{other.replace('_', '-')} {now[other]}"
+                    f"{shlex.join(flags_of({other: now[other]}))}"
                 )
         if args.plan:
             from run.plan import pretend
@@ -292,7 +292,7 @@ def saved_flags(directory):
     config, script = read_json(directory / "config.json"), Path(sys.argv[0]).stem
     if (other := config.get("script", "evals/run")) != script:
         raise SystemExit(f"--resume {directory} is a run of {other}.py, not of {script}.py")
-    return config["args"] | {"resume": ""}
+    return config["args"] | {"resume": "", "model": whole_name(config["args"]["model"])}
 
 
 def flags_of(values):

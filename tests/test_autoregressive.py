@@ -66,3 +66,6 @@ def test_samples_of_an_evaluation_become_rows(directory, tmp_path, cli):  # noqa
         assert len(made) == number and {*made} >= {*"012"}
     (problem,) = gsm8k.load("train", mixed)
     assert problem["question"] == rows[0]["prompt"][-1]["content"].strip()
+    wrong = write(tmp_path / "wrong.jsonl", [row for row in rows if row["index"] > 2])
+    with pytest.raises(SystemExit, match="is right and whole"):
+        own_samples.main([wrong], f"{tmp_path}/own.jsonl")
