@@ -59,7 +59,8 @@ class Args(RunFlags):
     masks: Literal["random", "steps"] = "steps"
     """random: dParallel's; steps: d3LLM's, by the steps of the rollout"""
     mask_ratio: tuple[float, float] = (0.0, 0.8)
-    """steps: uniform from a bound, which grows from first to last, to last (d3LLM: 0 and 0.8)"""
+    """steps: share that is masked, uniform up to the second number; from the first one, which rises
+    to the second in training (d3LLM: 0 and 0.8)"""
     blocks: tuple[int, int] = (16, 32)
     """tokens of a block, at the start and the end; not of block models (d3LLM; dParallel: 32 32)"""
     entropy_weight: float = 2.0
@@ -88,26 +89,27 @@ def sample_masks(batch, progress, args):
         first + (last - first) * progress for first, last in (args.mask_ratio, args.blocks)
     )
     c, noise = batch.completion_mask, batch.uniform(0, "order")
-    level = batch.uniform(0, "level", 0)
-    block = picked = batch.block_ids
-    # a block model has all its blocks in work, another a random one: the whole part of `level`
+    u = batch.uniform(0, "level", 0)  # [B, 1]
+    block = in_work = batch.block_ids  # all blocks of a block model are in work
     if batch.trace.settings["attention"] == "bidirectional":
         block = (c.cumsum(1) - 1) // int(size)
-        level = level * (block[:, -1:] + 1)  # its fraction stays uniform
-        picked = level.floor()
-    work = c & (block == picked)
+        u = u * (block[:, -1:] + 1)
+        in_work = u.floor()  # one block, drawn at random; the fraction of u is still uniform
+    work = c & (block == in_work)
     masked = work & (noise < 0.5)
     if args.masks == "steps":
-        # last revealed first, tokens of a forward in any order; in 0..1, as in choose_in_blocks
+        # last revealed first, tokens of one forward in any order; 2^20: more than there are steps
         order = 1 - (batch.trace.step_map + noise) / (1 << 20)
-        share = low + (args.mask_ratio[1] - low) * (level % 1)
+        share = low + (args.mask_ratio[1] - low) * (u % 1)
         masked, *_ = choose_in_blocks(work, block, share, order)
-    scored, behind = torch.stack([masked, work & ~masked], 1), ~c | (block > picked)
+    scored, behind = torch.stack([masked, work & ~masked], 1), ~c | (block > in_work)
+    # True: both copies of an answer stay in one micro-batch
     return Rows(batch, scored | behind[:, None], scored).for_update(args.micro_batch_size, True)
 
 
 def certainty_loss(logps, entropies, right, rows, args):
     """logps, entropies, right [B, 2, L], 0 where not scored -> loss, metrics"""
+    # of each copy, as a share of the mean over answers
     mean = lambda x, where: (x * where).sum(2) / where.sum(2).clamp(min=1) / args.batch_size
     copies = 1 + (args.masks == "random")  # that have H
     ce, H = -mean(logps, rows.weights).sum(), mean(entropies, right)[:, :copies].sum()
@@ -177,7 +179,7 @@ def main(args):
     device = setup_distributed(args.sequence_parallel)
     model = build_policy(device, args)
     # <<< shared: start
-    held_out = HeldOut(args, 1024)
+    held_out = HeldOut(args, 1024)  # tokens of a prompt and its answer, at most
     answers = right_answers(
         args.data,
         held_out.tokenizer,
