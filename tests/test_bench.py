@@ -4,6 +4,7 @@ import signal
 
 import pytest
 from golden_runs import rows_of
+from test_evals import one_line
 
 from bench import runs
 from run.compare import recorded
@@ -75,3 +76,17 @@ def test_a_stopped_table_goes_on(tmp_path, monkeypatch):
     (_, stopped, first), (_, _, whole) = recorded(tmp_path / "out/rows.jsonl")
     assert stopped["resumed"].keys() == {"2"}
     assert first["optim/grad_norm"].equals(whole["optim/grad_norm"])
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ('[runs]\na = "1 x.py @b"', "no run b"),
+        ('[runs]\na = "x.py"', "ValueError"),
+        ('[runs]\n"{rate}" = "1 x.py"', "KeyError('rate')"),
+        ("[final]", "KeyError('runs')"),
+    ],
+)
+def test_a_faulty_table_is_one_line(tmp_path, text, message):
+    (tmp_path / "table").write_text(text)
+    assert message in one_line(runs.read_table, tmp_path / "table", "runs")
