@@ -168,7 +168,9 @@ def newest_step(run_dir, args):
     hold(run_dir)
     folders = [Path(run_dir) / name for name in ("resume", "checkpoints")]
     (last, path), state = (max(saves_in(folder), default=(0, "")) for folder in folders[::-1])
-    if last == args.max_steps > state[0]:
+    # not with a state due that never came: the run broke off between weights and state
+    is_due = args.save_every and args.max_steps % args.save_every == 0
+    if last == args.max_steps > state[0] and not is_due:
         raise SystemExit(f"--resume: the run is finished, its weights are {path}")
     for step, state in reversed(saves_in(folders[0])):
         if facts := facts_of(state):
