@@ -313,7 +313,7 @@ def truncate_rows(path, step):
     """
     kept, lost = [], {*range(1, step + 1)}
     for line, row in read_lines(path):
-        is_last_test = row["step"] and "error/test" in row
+        is_last_test = row["step"] and any(key.startswith("test/") for key in row)
         if row["step"] <= step and not is_last_test:
             kept.append(line.decode())
             lost.discard(row["step"])

@@ -195,6 +195,7 @@ def test_a_resumed_log_goes_on_after_the_step(tmp_path, capsys, one_rank):
         for step in range(1, 7):
             log.write(step, {"loss/total": 1 / step})
             log.append("samples.jsonl", step, [{"completion": "a\u2028b\x85c\r\n漢字"}] * 2)
+        log.write(4, {"test/t": 0.5})  # of a run that was to end there, made again
     directory, config = log.run_dir, (log.run_dir / "config.json").read_bytes()
     for name in ("metrics.jsonl", "samples.jsonl"):
         with open(directory / name, "ab") as file:
