@@ -119,9 +119,11 @@ def load_tokenizer(name_or_dir):
     kind = "qwen2" if facts.get("tokenizer_class") == "DreamTokenizer" else None
     try:
         # With an explicit config AutoTokenizer does not look up the model type, nor warn about it.
-        # It warns of longer texts than the model's context.
+        # It warns of longer texts than the model's context; transformers 5.17 of Mistral's regular
+        # expression, whatever the model, unless told.
         tokenizer = AutoTokenizer.from_pretrained(
             directory, config=PretrainedConfig(), tokenizer_type=kind, trust_remote_code=False,
+            fix_mistral_regex=False,
             model_max_length=config.get("max_position_embeddings")
             or config.get("max_sequence_length"),
         )  # fmt: skip
