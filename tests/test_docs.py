@@ -150,7 +150,7 @@ def test_recipes_parse_and_fit_the_gpus_that_they_name(monkeypatch):
     for name in list(MODELS):
         if (folder := Path(os.environ["CLEANDLLM_HF"]) / Path(MODELS[name]).name).is_dir():
             monkeypatch.setitem(MODELS, name, str(folder))
-    monkeypatch.setitem(MODELS, "DiffuCoder-7B-Instruct", MODELS["dream-7b"])  # is a Dream
+    monkeypatch.setitem(MODELS, "diffucoder-7b", MODELS["dream-7b"])  # is a Dream
     machine, networks = {"room": 85e9, "gpu": "H100"}, {}
     planned = lambda model, args, lengths, splits, coupled, has_old=False: plan.Plan(
         model, args, lengths, 128, coupled, has_old, **machine
