@@ -4,8 +4,7 @@
 #   make speedrun                            Qwen2.5-Coder-0.5B-Instruct and GSM8K, from the hub
 #   make speedrun MODEL=DIR OUT=runs/mine TRAIN=train.jsonl TEST=test.jsonl BLOCK=8 GPUS=2
 #
-# Prints each command before it runs it. Called again, it continues where it stopped. Install
-# lmdeploy (requirements-gpu.txt): without it the autoregressive model samples slowly.
+# Prints each command before it runs it. Called again, it continues where it stopped.
 set -euo pipefail
 cd "$(dirname "$0")"
 MODEL=${MODEL:-Qwen/Qwen2.5-Coder-0.5B-Instruct} # directory or hub id: Qwen2, Qwen3 or Llama
@@ -47,6 +46,10 @@ train() { # NAME STEPS SCRIPT FLAG...: a run in $OUT/NAME; $OUT/NAME/final is a 
 # 1. The model's own answers to the training questions: right ones, and half as many wrong ones.
 # lmdeploy's engine is bound by Python: six of them share a large GPU, ENGINES=2 a small one.
 $PYTHON -c "import lmdeploy" 2>/dev/null && engines=6 || engines=1
+if ((engines == 1)) && [ ! -e "$OUT/samples/table.md" ]; then
+    echo "Without lmdeploy this stage is slow; the times in docs/real.md are with it. To install it:" \
+        "$PYTHON -m pip install -r requirements-gpu.txt; then begin again with another OUT"
+fi
 ENGINES=${ENGINES:-$((GPUS * engines))}
 evaluate teacher $ENGINES --model "$MODEL" --data "$TEST"
 evaluate samples $ENGINES --model "$MODEL" --data "$TRAIN" --split train --samples 3 \
@@ -79,3 +82,5 @@ result = json.load(open(sys.argv[2]))
 print("{:12} {accuracy:.1%} +- {stderr:.1%} (n = {n})".format(sys.argv[1], **result))' \
         $name "$OUT/$name/result.json"
 done
+printf 'Reports, for any browser:\n'
+realpath "$OUT"/{sft,rl}/final/../../report.html "$OUT/rl-scores/report.html"

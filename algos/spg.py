@@ -261,11 +261,6 @@ def update(model, optimizer, rows, step, args):
         loss, metrics = micro_loss(model, micro, args)
         (loss * counts * dist.get_world_size()).backward()  # FSDP averages over ranks
         sums.add(loss, metrics, counts)
-    return optimizer_step(optimizer, sums, step, args)
-
-
-def optimizer_step(optimizer, sums, step, args):
-    """sums: StepMetrics of this rank"""
     (group,) = optimizer.param_groups
     norm = torch.nn.utils.clip_grad_norm_(group["params"], args.max_grad_norm)
     metrics = sums.reduce(step + 1, norm)  # the run ends here if it or the loss is not finite

@@ -48,7 +48,7 @@ def readable(engine):
 def encode(model, tokenizer, text):
     """-> ids. A model with the shift, which predicts no first token, gets the BOS in front of them,
     as Dream's authors give it."""
-    bos = getattr(model, "shift", False) and tokenizer.bos_token
+    bos = model.shift and tokenizer.bos_token
     return tokenizer((bos or "") + text)["input_ids"]
 
 

@@ -14,7 +14,7 @@ def table(results, skipped):
     """Results in Markdown, then the tasks that were not evaluated."""
     more = ["accuracies", "reward", "settings"]
     frame = pd.DataFrame(results.values()).drop(columns=more, errors="ignore")
-    lines = frame.to_csv(sep="|", index=False, float_format="%.4g").splitlines()
+    lines = frame.to_csv(sep="|", index=False, float_format="%.5g").splitlines()
     lines.insert(1, "|".join("-" * len(frame.columns)))
     lines += [f"\n{name}: not evaluated: {why}" for name, why in skipped.items()]
     return "\n".join(lines)

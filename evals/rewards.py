@@ -253,7 +253,7 @@ def mbpp_diffucoder(completion, example):
 
 
 def tokens_per_forward(completion, example):
-    """Speed, of any task: tokens up to the EOS over the forwards that the sampler made for them."""
+    """Speed, of any task: tokens up to the EOS over the forwards that revealed them."""
     if completion.forwards is None:
         raise SystemExit("--reward tokens_per_forward: nothing tells the forwards of completions")
     return {"tokens_per_forward": completion.tokens / completion.forwards}

@@ -273,7 +273,7 @@ class Evaluation:
             "seed": args.seed,
             "style": style,
             "weights": [file.stat().st_mtime for file in files],
-            "engine": f"{type(engine).__name__} {getattr(engine, 'version', '')}".strip(),
+            "engine": type(engine).__name__,
             "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
             "dtype": str(engine.dtype).removeprefix("torch."),
         }

@@ -62,6 +62,7 @@ def generated(engine, tokenizer, prompts, sampling, seed, sample, indices):
     reveals = None if trace.step_map is None else trace.replay_map
     for place, row in enumerate(rows):
         if reveals is not None:
+            row["forwards"] = trace.num_forwards[place].item()
             end = trace.canvas_length[place]
             row["canvas_ids"] = trace.completion_ids[place, :end].tolist()
             row["reveals"] = reveals[place, :end].tolist()

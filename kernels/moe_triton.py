@@ -73,7 +73,7 @@ def route_fused(moe, x):
     share = torch.empty(index.shape, dtype=dtype, device=x.device)
     _route_kernel[(index.numel() // k,)](
         scores, bias, index, share, k, scale, E=E, K=triton.next_power_of_2(k),
-        SIGMOID=config is not None, NORMALIZED=getattr(moe, "is_normalized", True),
+        SIGMOID=config is not None, NORMALIZED=moe.is_normalized,
         GROUPS=groups[0], OPEN=groups[1], num_warps=1,
     )  # fmt: skip
     return index, share

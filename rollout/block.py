@@ -16,10 +16,9 @@ masks is forwarded again until a forward changes nothing. That forward is also t
 max_post_steps of these extra forwards may edit.
 """
 
-import torch
-
 from models.attention import attention, block_causal, make_attend
 from rollout.engine import Engine
+from rollout.traces import below
 
 
 def empty_cache(model, rows, width):
@@ -41,7 +40,7 @@ class BlockEngine(Engine):
         samples continues prompts[owner[i]] -> the cache: keys, values [N, K, width, h] per layer
         """
         cache = empty_cache(self.model, len(owner), width)
-        valid = torch.arange(prompts.shape[1], device=self.device) >= pads[:, None]
+        valid = ~below(pads, prompts.shape[1])
         self._write_prompts(prompts, valid, cache, slice(None), owner)
         return cache
 

@@ -15,7 +15,7 @@ from rollout.schedules import block_quotas
 
 class Completion(str):
     """A completion as text. tokens: how many it has, with the EOS; truncated: it has no EOS;
-    forwards: of the sampler for it, None where it does not tell
+    forwards: that revealed its tokens, None where the sampler does not tell
     """
 
     def __new__(cls, text, tokens=None, truncated=None, forwards=None):
@@ -160,8 +160,10 @@ class Trace:
     def texts(self, tokenizer):
         """All as Completion."""
         ids, forwards = self.completions(), repeat(None)
-        if self.num_forwards is not None:
-            forwards = self.num_forwards.tolist()
+        if self.step_map is not None:
+            # num_forwards depends on the batch: a small one saves commits
+            steps = ((self.blocks << 20) + self.step_map).where(self.step_map >= 0, -1)
+            forwards = [len({*row} - {-1}) for row in steps.tolist()]
         texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
         return [*map(Completion, texts, map(len, ids), self.truncated.tolist(), forwards)]
 

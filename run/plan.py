@@ -26,7 +26,7 @@ from distributed.sharding import (
     ranks_of_a_copy,
     replicated,
 )
-from models import names
+from models import add_lora, meta_model, names
 from models.attention import check_backend
 from models.config import stored_dtype
 from models.layers import memory_budget
@@ -141,6 +141,14 @@ class Plan:
         is_merged = getattr(args, "lora_merged_rollout", True)
         self.adapters = 0 if is_merged or not args.lora_rank else self.trained
         self.kept = kept_per_token(net, args.compile)
+        in_copy = ranks_of_a_copy(self.ranks)
+        self.whole = whole = replicated(net, in_copy, self.room)
+        self.policy = sum(p.nbytes / (1 if p in whole else in_copy) for p in net.parameters())
+        self.gathered = gathered_bytes(net, whole)
+        if not gathers_once(net, whole, self.room):
+            # embedding and head, the block in work and the next one
+            blocks = gathered_bytes(net.layers, whole)
+            self.gathered += 2 * gathered_bytes(net.layers[-1], whole) - blocks
         self.n = n = args.block_length or net.block_length
         self.blocks, self.steps = math.ceil(args.gen_length / n), min(args.denoising_steps, n)
         # of a sequence; of a rank, and of those that share rows with it
@@ -175,12 +183,7 @@ class Plan:
     def memory(self, size):
         """-> {term: bytes} with micro-batches of this size"""
         net, args, ranks = self.model, self.args, ranks_of_a_copy(self.ranks)
-        whole, layers = replicated(net, ranks, self.room), len(net.layers)
-        gathered = gathered_bytes(net, whole)
-        if not gathers_once(net, whole, self.room):
-            # embedding and head, the block in work and the next one
-            blocks = gathered_bytes(net.layers, whole)
-            gathered += 2 * gathered_bytes(net.layers[-1], whole) - blocks
+        layers = len(net.layers)
         asked, scored = self.lengths.amax(0).tolist()
         rows, _, length = self.layout(size, int(self.lengths.sum(1).max()) - scored, scored)
         tokens = MASKED * math.ceil(rows * length / args.sequence_parallel)
@@ -191,19 +194,18 @@ class Plan:
         if not args.lora_rank:
             head += 6 * net.lm_head.weight.numel()
         # of the sampler, which under adapters takes a base that this rank holds whole
-        base = 0 if whole and self.adapters else self.base
+        base = 0 if self.whole and self.adapters else self.base
         cache = self.rows * self.cached * math.ceil(self.canvas / WIDTHS) * WIDTHS
         sampled = min(self.rows * asked, PREFILL) if self.is_block else self.rows * self.canvas
         is_reduced = args.sync_every_backward or self.noised <= size  # in every backward
-        policy = sum(p.nbytes / (1 if p in whole else ranks) for p in net.parameters())
         moments = 8 * self.trained / ranks
         terms = {
-            "policy": policy,
-            "gathered": gathered,
+            "policy": self.policy,
+            "gathered": self.gathered,
             "optimizer": moments,
             "gradients": 4 * self.trained / (ranks if is_reduced else 1),
             "reference": 2 * self.base / ranks * (self.has_reference and not args.lora_rank),
-            "value model": (policy + moments) * self.values,
+            "value model": (self.policy + moments) * self.values,
             "sampler": 2 * (base + self.adapters) * bool(self.rows),
             # of an update or a rollout: the sampler frees its cache where an update needs it
             "activations": max(kept + max(head, in_block), cache + self.kept * sampled),
@@ -294,21 +296,36 @@ class Plan:
 
     def advice(self):
         """-> how many such GPUs of a node fit the run as it is, or fewer with flags that take less
-        memory
+        memory; the largest adapters below the run's own that fit the GPUs asked for
         """
-        found, fewest = [], math.inf
+        found, fewest, largest, own = [], math.inf, 0, self.args
+        smaller = {
+            rank: add_lora(meta_model(own.model, torch.bfloat16), rank, *own.lora[1:])
+            for rank in (128, 64, 32, 16, 8)
+            # a resumed run keeps its adapters
+            if rank < (own.lora_rank or math.inf) and not own.resume
+        }
+
+        def fits(ranks, flags, model=self.model):
+            args = replace(own, **flags)
+            if is_fitting := replace(self, model=model, args=args, ranks=ranks).fitting:
+                found.append(" ".join([f"{ranks}", *flags_of(flags)]))
+            return is_fitting
+
         sync, recompute = {"sync_every_backward": True}, {"activation_checkpointing": True}
-        os.environ.pop("LOCAL_WORLD_SIZE", None)
+        if self.ranks < 8:  # more GPUs than now would be those of one node
+            os.environ.pop("LOCAL_WORLD_SIZE", None)
         for flags in ({}, sync, recompute, sync | recompute):
-            args = replace(self.args, **flags)
             for ranks in (self.ranks, 2, 4, 8):
-                if self.ranks <= ranks < fewest and replace(self, args=args, ranks=ranks).fitting:
-                    found.append(" ".join([f"{ranks}", *flags_of(flags)]))
+                if self.ranks <= ranks < fewest and fits(ranks, flags):
                     fewest = ranks
-        adapters = "a lower --lora-rank" if self.args.lora_rank else "--lora-rank 128"
+            for rank, model in smaller.items():
+                with_rank = {"lora_rank": rank} | flags
+                if self.ranks < fewest and largest < rank and fits(self.ranks, with_rank, model):
+                    largest = rank
         return (
             f"such GPUs that fit: {', or '.join(found or ['none up to 8'])}; else try "
-            f"{adapters}, --sequence-parallel for long rows, or a smaller model"
+            "--sequence-parallel for long rows, or a smaller model"
         )
 
 

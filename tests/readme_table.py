@@ -3,15 +3,13 @@
 import difflib
 import re
 
-from sync_shared import ALL, METHODS, OFFLINE, ROOT, source
+from sync_shared import ALL, BIDIRECTIONAL, BLOCK, METHODS, OFFLINE, ROOT, source
 
-NAMES = {
-    "llada": "LLaDA",
-    "dream": "Dream",
-    "sdar": "SDAR",
-    "sdar-moe": "SDAR-MoE",
-    "llada2": "LLaDA2",
-    "llada-moe": "LLaDA-MoE",
+CONVERTED = "[converted](docs/models.md#from-an-autoregressive-model)"
+SERVED = {
+    ALL: "all",
+    BIDIRECTIONAL: f"LLaDA, LLaDA-MoE, Dream, {CONVERTED} bidirectional models",
+    BLOCK: f"SDAR, SDAR-MoE, LLaDA2, {CONVERTED} block-causal models",
 }
 
 
@@ -28,14 +26,13 @@ def table():
     ]
     for script, method in METHODS.items():
         head, what = source(script)[3:].partition(".\n")[0].split(": ", 1)
-        served = "all" if method.families == ALL else ", ".join(map(NAMES.get, method.families))
         reference = "sft" if script in OFFLINE else "d1"
         added = f"{reference}.py: {added_lines(script, reference)}" if script != reference else "-"
         paper = re.search(r"\d{4}\.\d{5}|$", head)[0]
         name, link = head.split(" (")[0], f"[{paper}](https://arxiv.org/abs/{paper})" * bool(paper)
         rows.append(
             f"| [algos/{script}.py](algos/{script}.py) | [{name}](docs/algos/{script}.md): {what} "
-            f"| {link} | {served} | {len(source(script).splitlines())} | {added} |"
+            f"| {link} | {SERVED[method.families]} | {len(source(script).splitlines())} | {added} |"
         )
     return "\n".join(rows)
 

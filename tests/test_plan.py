@@ -1,6 +1,7 @@
 """The plan of a run against real tensors, on CPU."""
 
 import json
+import re
 from importlib import import_module
 from pathlib import Path
 
@@ -45,6 +46,31 @@ def test_plans_are_golden(monkeypatch, capsys, line):
     except SystemExit as error:
         said = str(error)
     assert said.splitlines() == case["table"]
+
+
+@pytest.mark.parametrize(
+    "gigabytes, ranks, rank", [(0.0109, 1, 0), (0.009, 2, 128), (0.0106, 16, 0)]
+)
+def test_what_is_advised_fits(monkeypatch, gigabytes, ranks, rank):
+    """Planned again with these flags, in nodes of 8; twice an advised rank of adapters does not."""
+    machine = {"room": gigabytes * 1e9, "gpu": ""}
+
+    def planned(ranks, **flags):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+        run = run_of(bgpo, model="tiny-sdar", **{"lora_rank": rank} | flags)
+        return plan.Plan(*run, 40, False, True, ranks=ranks, **machine)
+
+    refused = planned(ranks)
+    assert not refused.fitting
+    advised = re.findall(r"(\d+)((?: --[\w-]+(?: \d+)?)*)(?:, or|;)", refused.advice())
+    assert any("--lora-rank" in words for _, words in advised)
+    for number, words in advised:
+        flags = re.findall(r"--([\w-]+)(?: (\d+))?", words)
+        flags = {name.replace("-", "_"): int(value or 1) for name, value in flags}
+        assert planned(int(number), **flags).fitting, words
+        if "lora_rank" in flags:
+            assert int(number) == ranks
+            assert not planned(ranks, **flags | {"lora_rank": 2 * flags["lora_rank"]}).fitting
 
 
 @pytest.mark.parametrize("gpus", ["2 x A100-40", "8x24"])

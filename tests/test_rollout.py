@@ -181,7 +181,7 @@ def test_text_and_describe():
         byte_tokenizer(),
     )
     assert [trace.text(i, tokenizer) for i in range(2)] == ["ab", "a\nübb"]
-    assert vars(trace.texts(tokenizer)[1]) == {"tokens": 6, "truncated": True, "forwards": 12}
+    assert vars(trace.texts(tokenizer)[1]) == {"tokens": 6, "truncated": True, "forwards": 6}
     assert trace.completion(0) == [97, 98, 256] and trace.truncated.tolist() == [False, True]
     row = {"prompt": "<|user|>hi<|assistant|>", "completion": "ab", "gold": "4", "reward": 0.5}
     row |= {"completion_ids": [97, 98, 256], "pieces": ["a", "b", "<|endoftext|>"]}

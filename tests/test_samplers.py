@@ -17,6 +17,7 @@ from copy import deepcopy
 from functools import cache
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -515,6 +516,20 @@ def test_joined_commits_save_forwards(small_buckets):
     both = [fast_of(shared("sdar"), joins=joins) for joins in (False, True)]
     separate, joined = (engine.generate(prompts_of([4, 8]), **options) for engine in both)
     assert (separate.num_forwards - joined.num_forwards).tolist() == [3, 3]
+
+
+@pytest.mark.fast
+def test_the_batch_does_not_change_what_speed_is_paid(small_buckets):
+    """Small batches save commits, so these are not counted."""
+    how = OPTIONS | {"remasking": "low_confidence_dynamic", "num_samples": 9}
+    small, large = (
+        fast_of(shared("sdar"), places).generate(prompts_of([3, 9, 4]), **how)
+        for places in (2, 256)
+    )
+    assert (small.num_forwards < large.num_forwards).any()
+    no_text = SimpleNamespace(batch_decode=lambda ids, **how: [""] * len(ids))
+    paid, again = ([text.forwards for text in one.texts(no_text)] for one in (small, large))
+    assert paid == again and all(map(int.__le__, paid, small.num_forwards.tolist()))
 
 
 @pytest.mark.fast
