@@ -67,7 +67,7 @@ fi
 # 3. Fine-tune all weights on these rows.
 train sft 150 algos/sft.py --model "$OUT/converted" --data "$OUT/rows.jsonl" --eval-data "$TEST" \
     --learning-rate 1e-4 --warmup-steps 10 --lr-schedule cosine --save-every 50 \
-    --batch-size 384 --pack-length 2048 --max-length 640
+    --batch-size 384 --pack-length 2048 --max-length 640 --gen-length 512
 evaluate sft-scores "$GPUS" --model "$OUT/sft/final" --data "$TEST" --gen-length 512
 
 # 4. Reinforce, on the problems that the first model solved sometimes; 32, or 33 on three GPUs.
