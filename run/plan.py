@@ -299,12 +299,13 @@ class Plan:
         memory; the largest adapters below the run's own that fit the GPUs asked for
         """
         found, fewest, largest, own = [], math.inf, 0, self.args
-        smaller = {
-            rank: add_lora(meta_model(own.model, torch.bfloat16), rank, *own.lora[1:])
-            for rank in (128, 64, 32, 16, 8)
-            # a resumed run keeps its adapters
-            if rank < (own.lora_rank or math.inf) and not own.resume
-        }
+        # a resumed run keeps its adapters
+        most = 0 if own.resume else own.lora_rank or math.inf
+        smaller = [rank for rank in (128, 64, 32, 16, 8) if rank < most]
+
+        @cache  # counting takes seconds at 8B
+        def adapted(rank):
+            return add_lora(meta_model(own.model, torch.bfloat16), rank, *own.lora[1:])
 
         def fits(ranks, flags, model=self.model):
             args = replace(own, **flags)
@@ -319,10 +320,10 @@ class Plan:
             for ranks in (self.ranks, 2, 4, 8):
                 if self.ranks <= ranks < fewest and fits(ranks, flags):
                     fewest = ranks
-            for rank, model in smaller.items():
-                with_rank = {"lora_rank": rank} | flags
-                if self.ranks < fewest and largest < rank and fits(self.ranks, with_rank, model):
-                    largest = rank
+            for rank in smaller:
+                if self.ranks < fewest and largest < rank:
+                    if fits(self.ranks, {"lora_rank": rank} | flags, adapted(rank)):
+                        largest = rank
         return (
             f"such GPUs that fit: {', or '.join(found or ['none up to 8'])}; else try "
             "--sequence-parallel for long rows, or a smaller model"
