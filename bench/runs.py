@@ -154,7 +154,11 @@ def main(table: Path, /, out: Path, gpus: list[str], part: str = "runs"):
             for one in runs.keys() - {*due} - needs(" ".join(map(runs.get, due))):
                 shutil.rmtree(out / one, ignore_errors=True)
 
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    def stop(*_):
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # `timeout` sends two
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, stop)
     try:
         while True:
             for name in [*waiting]:
@@ -169,7 +173,6 @@ def main(table: Path, /, out: Path, gpus: list[str], part: str = "runs"):
             for process in [one for one in busy if one.poll() is not None]:
                 end(process)
     finally:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # `timeout` sends two
         for process in busy:
             process.terminate()  # scripts finish their step and save
         for process in [*busy]:
