@@ -77,8 +77,10 @@ class Args(RolloutFlags):
     """clip range (official rl_sdar.yaml: 0.2)"""
     kl_to_old: float = 0.01
     """coefficient of the KL to the policy before the rollout's updates (official beta: 0.01)"""
+    beta: float = 0.0
+    """of a KL to the start, which takes the place of that one (LightningRL, 2603.13319: 0.01)"""
     nll_weight: float = 0.0
-    """of -log p of right completions, a mean over their tokens (LightningRL, 2603.13319: 0.1)"""
+    """of -log p of right completions, a mean over their tokens (LightningRL: 0.1)"""
     shrink: int = 1
     """denoising steps that a row merges (official rl_sdar.yaml: 1; rl_llada.yaml: 8)"""
     train_steps: int = 0
@@ -95,7 +97,6 @@ class Args(RolloutFlags):
     """discount of a denoising step (official rl_sdar_with_value.yaml: 1)"""
     lam: float = 1.0
     """GAE's lambda (official rl_sdar_with_value.yaml: 1)"""
-    beta = 0.0  # no KL to a frozen reference: not a flag
     RANGES = {"shrink": 1}
 
     def num_draws(self, replays):
@@ -162,9 +163,9 @@ def compute_advantages(rewards, args):
 
 
 def policy_loss(estimates, old, ref, rows, args):
-    """PPO clip and k3 KL to the old policy, mean over the rows of the update.
+    """PPO clip and k3 KL to the old policy, or to the start; mean over the rows of the update.
 
-    estimates, old [R, K, L] -> loss, metrics
+    estimates, old, ref [R, K, L] -> loss, metrics
     """
     batch, c = rows.batch, rows.weights / rows.total  # [R, K, L]
     if hasattr(rows, "returns"):  # of the value model: estimates are values
@@ -173,7 +174,7 @@ def policy_loss(estimates, old, ref, rows, args):
         return (gaps.square().amax(0) * c).sum() / 2, {}
     # [R, 1, 1], or with a value model [R, 1, L]
     A = getattr(batch, "token_advantages", batch.advantages[:, None])[rows.sequence, None]
-    ref = old  # the KL is to the policy before the rollout's updates
+    ref, beta = (ref, args.beta) if args.beta else (old, args.kl_to_old)
     # >>> shared: method_kl
     log_ratio = torch.zeros_like(estimates) if ref is None else ref - estimates
     kl = ((log_ratio.expm1() - log_ratio) * c).sum()  # k3
@@ -191,7 +192,7 @@ def policy_loss(estimates, old, ref, rows, args):
     }
     # <<< shared: method_clip
     nll = -(estimates * rows.weights * rows.right[:, None, None]).sum()
-    loss = policy + args.kl_to_old * kl + args.nll_weight * nll
+    loss = policy + beta * kl + args.nll_weight * nll
     return loss, metrics | {"loss/nll": nll}
 
 
@@ -217,6 +218,7 @@ def update_values(model, optimizer, batch, step, args):
 
     -> metrics of the last update
     """
+    args = replace(args, beta=0.0)
     whole = replace(args, num_iterations=1, train_steps=0)  # every token needs its value
     (rows,) = prepare_rows(model, None, batch, whole)
     values = frozen_estimates(model, rows, args).sum(1)

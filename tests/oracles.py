@@ -300,11 +300,12 @@ def full_graph_loss(module, model, rows, args):
         return clipped(
             lp[:, 0], w[:, 0] / sequences, scale=c.shape[1] / rows.masked.sum(2).double()
         )
-    if name == "tracerl":  # an advantage for each token, and a KL to the old policy
+    if name == "tracerl":  # an advantage for each token
         A = rows.batch.token_advantages[rows.sequence, None]
         right = w * (rows.batch.rewards == 1)[rows.sequence, None, None]
         nll = -(right * lp).sum() / right.sum()  # row_mean: of rows
-        return clipped(lp, w / rows.total, A, old, args.kl_to_old) + args.nll_weight * nll
+        kl = (rows.ref, args.beta) if args.beta else (old, args.kl_to_old)
+        return clipped(lp, w / rows.total, A, *kl) + args.nll_weight * nll
     if name == "dtreerpo":
         return clipped(lp[:, 0], w[:, 0]) - (rows.sibling_weights * lp[:, 0]).sum()
     if name == "bgpo":

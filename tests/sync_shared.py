@@ -58,11 +58,11 @@ METHODS = {
     "justgrpo": Method(314, {"llada": LORA | TWO | {"denoising_steps": 4, "train_steps": 3}}),
     "dtreerpo": Method(1158, {"llada": LORA | TREES, "sdar": TREES}),
     "tracerl": Method(
-        1197,
+        1227,
         {
             "dream": TRACES | LORA | {"shrink": 2, "row_mean": True},
             "sdar": TRACES | VALUES,
-            "llada2": FAST,
+            "llada2": FAST | {"beta": 0.1},
         },
     ),
     "tpg": Method(272, {"sdar": TWO | {"denoising_steps": 4, "train_steps": 3, "beta": 0.1}}),
