@@ -218,7 +218,7 @@ def update_values(model, optimizer, batch, step, args):
 
     -> metrics of the last update
     """
-    args = replace(args, beta=0.0)
+    args = replace(args, beta=0.0)  # values have no KL
     whole = replace(args, num_iterations=1, train_steps=0)  # every token needs its value
     (rows,) = prepare_rows(model, None, batch, whole)
     values = frozen_estimates(model, rows, args).sum(1)
