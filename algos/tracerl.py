@@ -78,7 +78,7 @@ class Args(RolloutFlags):
     kl_to_old: float = 0.01
     """coefficient of the KL to the policy before the rollout's updates (official beta: 0.01)"""
     beta: float = 0.0
-    """of a KL to the start, which takes the place of that one (LightningRL, 2603.13319: 0.01)"""
+    """of the KL to the start (LightningRL, 2603.13319: 0.01, and none to the old policy)"""
     nll_weight: float = 0.0
     """of -log p of right completions, a mean over their tokens (LightningRL: 0.1)"""
     shrink: int = 1
@@ -163,7 +163,7 @@ def compute_advantages(rewards, args):
 
 
 def policy_loss(estimates, old, ref, rows, args):
-    """PPO clip and k3 KL to the old policy, or to the start; mean over the rows of the update.
+    """PPO clip and k3 KLs to the old policy and to the start, mean over the rows of the update.
 
     estimates, old, ref [R, K, L] -> loss, metrics
     """
@@ -174,7 +174,6 @@ def policy_loss(estimates, old, ref, rows, args):
         return (gaps.square().amax(0) * c).sum() / 2, {}
     # [R, 1, 1], or with a value model [R, 1, L]
     A = getattr(batch, "token_advantages", batch.advantages[:, None])[rows.sequence, None]
-    ref, beta = (ref, args.beta) if args.beta else (old, args.kl_to_old)
     # >>> shared: method_kl
     log_ratio = torch.zeros_like(estimates) if ref is None else ref - estimates
     kl = ((log_ratio.expm1() - log_ratio) * c).sum()  # k3
@@ -191,9 +190,11 @@ def policy_loss(estimates, old, ref, rows, args):
         "policy/weight": c.sum(),
     }
     # <<< shared: method_clip
+    log_ratio = old - estimates
+    to_old = ((log_ratio.expm1() - log_ratio) * c).sum()
     nll = -(estimates * rows.weights * rows.right[:, None, None]).sum()
-    loss = policy + beta * kl + args.nll_weight * nll
-    return loss, metrics | {"loss/nll": nll}
+    loss = policy + args.beta * kl + args.kl_to_old * to_old + args.nll_weight * nll
+    return loss, metrics | {"loss/kl_to_old": to_old, "loss/nll": nll}
 
 
 def gae(outcome, values, steps, gamma, lam):

@@ -304,8 +304,8 @@ def full_graph_loss(module, model, rows, args):
         A = rows.batch.token_advantages[rows.sequence, None]
         right = w * (rows.batch.rewards == 1)[rows.sequence, None, None]
         nll = -(right * lp).sum() / right.sum()  # row_mean: of rows
-        kl = (rows.ref, args.beta) if args.beta else (old, args.kl_to_old)
-        return clipped(lp, w / rows.total, A, *kl) + args.nll_weight * nll
+        to_old = clipped(lp, w / rows.total, 0, old, args.kl_to_old)
+        return clipped(lp, w / rows.total, A) + to_old + args.nll_weight * nll
     if name == "dtreerpo":
         return clipped(lp[:, 0], w[:, 0]) - (rows.sibling_weights * lp[:, 0]).sum()
     if name == "bgpo":

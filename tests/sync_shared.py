@@ -58,7 +58,7 @@ METHODS = {
     "justgrpo": Method(314, {"llada": LORA | TWO | {"denoising_steps": 4, "train_steps": 3}}),
     "dtreerpo": Method(1158, {"llada": LORA | TREES, "sdar": TREES}),
     "tracerl": Method(
-        1227,
+        1240,
         {
             "dream": TRACES | LORA | {"shrink": 2, "row_mean": True},
             "sdar": TRACES | VALUES,
