@@ -138,6 +138,13 @@ def build_policy(device, args):
     return model
 
 
+def make_optimizer(model, args):
+    """AdamW of what is trained; `update` sets its learning rate"""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    how = {"weight_decay": args.weight_decay, "fused": torch.cuda.is_available()}
+    return torch.optim.AdamW(trained, betas=args.betas, **how)
+
+
 # <<< shared: parallelize
 
 
@@ -185,12 +192,7 @@ def main(args):
     # sharded before weights are read: no rank ever holds the whole model
     model = load_weights(parallelize(model, args), device)
     # >>> shared: offline_load
-    optimizer = torch.optim.AdamW(
-        [p for p in model.parameters() if p.requires_grad],
-        betas=args.betas,
-        weight_decay=args.weight_decay,
-        fused=torch.cuda.is_available(),
-    )
+    optimizer = make_optimizer(model, args)
     run = Run(__file__, args, held_out, model, optimizer)
     run.say(held_out.facts)
     # <<< shared: offline_load

@@ -163,6 +163,13 @@ def build_policy(device, args):
     return model
 
 
+def make_optimizer(model, args):
+    """AdamW of what is trained; `update` sets its learning rate"""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    how = {"weight_decay": args.weight_decay, "fused": torch.cuda.is_available()}
+    return torch.optim.AdamW(trained, betas=args.betas, **how)
+
+
 # <<< shared: parallelize
 
 
@@ -262,12 +269,7 @@ def main(args):
     problems = Problems(args, model, RECORDS, DRAWS_TOGETHER, USES_OLD)
     engine = problems.make_engine(device)
     model, ref = load_models(model, device, args)
-    optimizer = torch.optim.AdamW(
-        [p for p in model.parameters() if p.requires_grad],
-        betas=args.betas,
-        weight_decay=args.weight_decay,
-        fused=torch.cuda.is_available(),
-    )
+    optimizer = make_optimizer(model, args)
     run = Run(__file__, args, problems, model, optimizer)
     run.begin(engine, model)
     # <<< shared: load

@@ -259,6 +259,13 @@ def build_policy(device, args):
     return model
 
 
+def make_optimizer(model, args):
+    """AdamW of what is trained; `update` sets its learning rate"""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    how = {"weight_decay": args.weight_decay, "fused": torch.cuda.is_available()}
+    return torch.optim.AdamW(trained, betas=args.betas, **how)
+
+
 # <<< shared: parallelize
 
 
@@ -353,18 +360,14 @@ def main(args):
     problems = Problems(args, model, RECORDS, DRAWS_TOGETHER, USES_OLD)
     engine = problems.make_engine(device)
     model, ref = load_models(model, device, args)
-    optimizer = torch.optim.AdamW(
-        [p for p in model.parameters() if p.requires_grad],
-        betas=args.betas,
-        weight_decay=args.weight_decay,
-        fused=torch.cuda.is_available(),
-    )
+    optimizer = make_optimizer(model, args)
     run = Run(__file__, args, problems, model, optimizer)
     run.begin(engine, model)
     # <<< shared: load
     if args.value_model:
-        critic = load_value_model(build_policy(device, args), device, optimizer, parallelize, args)
-        run.saves.include(*critic, run.start)
+        critic = load_value_model(build_policy(device, args), device, parallelize, args)
+        values = critic, make_optimizer(critic, args)
+        run.saves.include(*values, run.start)
     for step, clock in run.steps():
         # >>> shared: rollout
         with clock("rollout"):
@@ -376,7 +379,7 @@ def main(args):
         # <<< shared: rollout
         if args.value_model:
             with clock("value"):
-                metrics |= update_values(*critic, batch, step, args)
+                metrics |= update_values(*values, batch, step, args)
         # >>> shared: learn
         if args.positive_only:
             batch.advantages.clamp_(min=0)

@@ -155,6 +155,13 @@ def build_policy(device, args):
     return model
 
 
+def make_optimizer(model, args):
+    """AdamW of what is trained; `update` sets its learning rate"""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    how = {"weight_decay": args.weight_decay, "fused": torch.cuda.is_available()}
+    return torch.optim.AdamW(trained, betas=args.betas, **how)
+
+
 # <<< shared: parallelize
 
 
@@ -279,12 +286,7 @@ def main(args):
     args.micro_batch_size -= args.micro_batch_size % (2 * args.num_draws(replays=0))  # whole pairs
     model, ref = load_models(model, device, args)
     # >>> shared: offline_load
-    optimizer = torch.optim.AdamW(
-        [p for p in model.parameters() if p.requires_grad],
-        betas=args.betas,
-        weight_decay=args.weight_decay,
-        fused=torch.cuda.is_available(),
-    )
+    optimizer = make_optimizer(model, args)
     run = Run(__file__, args, held_out, model, optimizer)
     run.say(held_out.facts)
     # <<< shared: offline_load

@@ -118,8 +118,7 @@ def main(args):
     model = sft.parallelize(sft.build_policy(device, args), args)
     report({"what": "load"}, load, model, args, device)
     batch = make_batch(args, model, device)
-    params = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(params, weight_decay=0.0, fused=params[0].is_cuda)
+    optimizer = sft.make_optimizer(model, args)
     for what, step in {
         "forward": partial(forward, model, batch, args),
         "step": partial(sft.update, model, optimizer, batch, 0, args),

@@ -5,17 +5,13 @@ from torch import nn
 from models.checkpoint import load_weights
 
 
-def load_value_model(model, device, optimizer, shard, *how):
+def load_value_model(model, device, shard, *how):
     """Weights that the policy starts from, with a value head, so that `logps` gives values.
 
-    model: a meta_model, with adapters if the policy has some. Its optimizer has the settings of
-    `optimizer`. shard(model, *how) -> the model, sharded, before weights are read. The head starts
-    at 0. -> model, its own optimizer
+    model: a meta_model, with adapters if the policy has some. shard(model, *how) -> the model,
+    sharded, before weights are read. The head starts at 0. -> the model
     """
     # the head of the vocabulary gets no gradient, unless it is the embedding too
     model.lm_head.requires_grad_(model.config.tie_word_embeddings and not model.lora_config)
     model.value_head = nn.Linear(model.lm_head.in_features, 1, bias=False, device="meta")
-    model = load_weights(shard(model, *how), device)
-    (settings,) = optimizer.param_groups
-    trained = [p for p in model.parameters() if p.requires_grad]
-    return model, type(optimizer)([settings | {"params": trained}])
+    return load_weights(shard(model, *how), device)
