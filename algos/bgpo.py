@@ -97,8 +97,10 @@ def sample_masks(batch, iteration, args):
         noise = batch.uniform(iteration, j)
         chosen, n, m = choose_in_blocks(c, block, (u + j / args.mc_num) % 1, noise)
         weights.append(chosen * n / m)
+    # >>> shared: method_draws
     weights = torch.stack(weights, 1)
     return Rows(batch, (weights > 0) | ~c[:, None], weights)
+    # <<< shared: method_draws
 
 
 def estimate_logps(logps, rows, args):

@@ -105,13 +105,19 @@ def sample_masks(batch, iteration, args):
         level = (u + (j + share) / args.mc_num) % 1
         chosen, n, m = choose_in_blocks(c, block, level, batch.uniform(iteration, j))
         weights.append(chosen * n / m)
+    # >>> shared: method_draws
     weights = torch.stack(weights, 1)
     return Rows(batch, (weights > 0) | ~c[:, None], weights)
+    # <<< shared: method_draws
 
 
+# >>> shared: method_elbo
 def estimate_logps(logps, rows, args):
-    """Composite ELBO: mean over draws of the sum over all blocks. [R, K, L] -> [R]"""
+    """ELBO of a completion: mean over draws of the sum over its tokens. [R, K, L] -> [R]"""
     return (rows.weights * logps).sum(2).mean(1)
+
+
+# <<< shared: method_elbo
 
 
 def compute_advantages(rewards, args):

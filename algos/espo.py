@@ -72,10 +72,12 @@ class Args(RolloutFlags):
     """clip range of the ratio per token (official train.yaml: 0.2; countdown 0, demos 4e-4)"""
     beta: float = 1e-3
     """KL coefficient (official gsm8k and math: 1e-3; countdown 3e-3; sudoku and code 1e-2)"""
+    # >>> shared: reference_flags
     ref_sync_steps: int = 64
     """optimizer steps between updates of the reference; 0, or with LoRA: never (official: 64)"""
     ref_mixup: float = 0.6
     """share of the policy in an updated reference (official recipe: TRL's default, 0.6)"""
+    # <<< shared: reference_flags
     mc_num: int = 2
     """pairs of masks per sequence, M (official recipes: 2)"""
 
@@ -110,13 +112,19 @@ def sample_masks(batch, iteration, args):
         below = batch.uniform(iteration, j) < (t + j / args.mc_num) % 1
         for part in (c & below, c & ~below):
             weights.append(part * (n + 1) / block_counts(part, block)[0].clamp(min=1))
+    # >>> shared: method_draws
     weights = torch.stack(weights, 1)
     return Rows(batch, (weights > 0) | ~c[:, None], weights)
+    # <<< shared: method_draws
 
 
+# >>> shared: method_elbo
 def estimate_logps(logps, rows, args):
-    """ELBO of a completion, a sum over its tokens: the mean of the draws. [R, K, L] -> [R]"""
+    """ELBO of a completion: mean over draws of the sum over its tokens. [R, K, L] -> [R]"""
     return (rows.weights * logps).sum(2).mean(1)
+
+
+# <<< shared: method_elbo
 
 
 def compute_advantages(rewards, args):
@@ -135,9 +143,9 @@ def policy_loss(estimates, old, ref, rows, args):
 
     -> loss, metrics
     """
+    # >>> shared: method_clip_whole
     # c: share of a sequence in the mean over all of the step
     A, L, c = rows.advantages, rows.completion_mask.sum(1), 1 / rows.batch.num_sequences
-    # >>> shared: method_clip_whole
     ratio = ((estimates - old) / L).exp()
     clipped = ratio.clamp(1 - args.epsilon, 1 + args.epsilon)
     policy = -torch.minimum(ratio * A, clipped * A).sum() * c

@@ -95,8 +95,10 @@ def sample_masks(batch, iteration, args):
         share = ((x + 1) / 2 * (n - 1) + batch.uniform(iteration, f"u{j}", 0)) / n
         chosen, _, m = choose_in_blocks(c, batch.block_ids, share, batch.uniform(iteration, j))
         weights.append(chosen * n / m * w / 2)
+    # >>> shared: method_draws
     weights = torch.stack(weights, 1)
     return Rows(batch, (weights > 0) | ~c[:, None], weights)
+    # <<< shared: method_draws
 
 
 def estimate_logps(logps, rows, args):
@@ -116,9 +118,9 @@ def compute_advantages(rewards, args):
 
 def policy_loss(estimates, old, ref, rows, args):
     """PPO clip of the ratio per token. estimates, old [R] -> loss, metrics"""
+    # >>> shared: method_clip_whole
     # c: share of a sequence in the mean over all of the step
     A, L, c = rows.advantages, rows.completion_mask.sum(1), 1 / rows.batch.num_sequences
-    # >>> shared: method_clip_whole
     ratio = ((estimates - old) / L).exp()
     clipped = ratio.clamp(1 - args.epsilon, 1 + args.epsilon)
     policy = -torch.minimum(ratio * A, clipped * A).sum() * c

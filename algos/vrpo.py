@@ -111,8 +111,10 @@ def sample_masks(batch, stream, args):
         shifted = (u + j // args.masks_per_timestep / args.mc_num) % 1
         chosen, k, m = choose_in_blocks(c, block, shifted, batch.uniform(stream, j))
         weights.append(chosen * k / m)
+    # >>> shared: method_draws
     weights = torch.stack(weights, 1)
     return Rows(batch, (weights > 0) | ~c[:, None], weights)
+    # <<< shared: method_draws
 
 
 def preference_loss(elbo, ref_elbo, batch, args):
