@@ -29,7 +29,8 @@ from torch.nn.utils.rnn import pad_sequence
 from distributed.disk import progress
 from kernels.decode import cached_attention
 from kernels.graphs import Graphs, can_record
-from models.experts import Experts
+from models.experts import experts_of
+from models.logps import at_least_fp32
 from rollout.block import BlockEngine, empty_cache
 from rollout.engine import ADAPTIVE, select
 from rollout.sampling import keyed_state, keyed_uniform
@@ -68,7 +69,7 @@ class Slots:
         self.sizes = N, R, S, history
         self.state = empty(len(State._fields), N, dtype=torch.long)
         self.canvas = empty(4, N, S, dtype=torch.long)
-        self.logps = empty(N, S, dtype=torch.promote_types(weight.dtype, torch.float32))
+        self.logps = empty(N, S, dtype=at_least_fp32(weight))
         tokens = empty(history, N, S, dtype=torch.int32)
         self.history = tokens, empty(tokens.shape, dtype=self.logps.dtype)
         self.sample = empty(R, dtype=torch.long)
@@ -143,8 +144,7 @@ class FastBlockEngine(BlockEngine):
         super().__init__(model, max_batch_size)
         self.release()
         self.use_graphs = can_record(model)
-        is_mixture = any(isinstance(module, Experts) for module in model.modules())
-        self.ridge = 0 if is_mixture else RIDGE  # more tokens would activate more experts
+        self.ridge = 0 if experts_of(model) else RIDGE  # more tokens would activate more experts
 
     def release(self):
         self.slots = self.graphs = None

@@ -3,7 +3,7 @@
 import torch
 
 from kernels import has_triton
-from models.experts import Experts, runs_grouped
+from models.experts import experts_of, runs_grouped
 
 
 def can_record(model):
@@ -11,10 +11,11 @@ def can_record(model):
     bf16. One by one they read back how many tokens each has.
     """
     weight = model.lm_head.weight
-    experts = [module for module in model.modules() if isinstance(module, Experts)]
+    if not weight.is_cuda:
+        return False
     together = has_triton() or runs_grouped(weight.device)
-    if not weight.is_cuda or all(together and e.is_grouped(weight.dtype) for e in experts):
-        return weight.is_cuda
+    if all(together and experts.is_grouped(weight.dtype) for experts in experts_of(model)):
+        return True
     print(
         f"rollout without CUDA graphs: experts in {weight.dtype} run one by one on this GPU",
         flush=True,

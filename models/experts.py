@@ -82,6 +82,11 @@ class Experts(nn.Module):
         return dtype == torch.bfloat16 and all(size % 8 == 0 for size in self.down.shape[1:])
 
 
+def experts_of(model):
+    """-> the Experts of all its layers, [] of a dense model"""
+    return [module for module in model.modules() if isinstance(module, Experts)]
+
+
 def runs_grouped(device):
     """Whether grouped products run without the host: on Hopper and B200. On other GPUs torch reads
     back how many rows each expert has, which a CUDA graph cannot.
@@ -183,7 +188,7 @@ def router_metrics(model):
     recomputed forwards, padding and the clean copy of block models, so the values depend slightly
     on the batch layout. Collective where ranks are.
     """
-    metrics, modules = {}, [m for m in model.modules() if isinstance(m, Experts)]
+    metrics, modules = {}, experts_of(model)
     if not modules:
         yield metrics
         return

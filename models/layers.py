@@ -7,7 +7,7 @@ import torch._functorch.config
 import torch.nn.functional as F
 from torch import nn
 
-from models.experts import Experts
+from models.experts import experts_of
 
 
 def memory_budget(model):
@@ -15,7 +15,7 @@ def memory_budget(model):
     pass: less memory, same speed. It takes the grouped products of a mixture for cheap; 0.9 keeps
     them.
     """
-    return 0.9 if any(isinstance(module, Experts) for module in model.modules()) else 0.7
+    return 0.9 if experts_of(model) else 0.7
 
 
 class RMSNorm(nn.Module):

@@ -12,6 +12,7 @@ import torch
 
 from distributed.disk import progress
 from distributed.sharding import cuda_bytes
+from models.logps import at_least_fp32
 from models.lora import adapter_tensors
 from models.tensors import tensor_names
 from rollout.sampling import keyed_state, keyed_uniform, sample_categorical
@@ -134,8 +135,7 @@ def truncate(logits, temperature, top_k=0, top_p=1.0):
         ordered = logits.sort(dim=-1, descending=True).values
         # At least fp32: a running sum in bf16 stops growing at terms below 2^-9 of it, and the
         # whole tail would stay.
-        p = ordered.to(torch.promote_types(ordered.dtype, torch.float32)) / temperature
-        p = p.softmax(-1)
+        p = (ordered.to(at_least_fp32(ordered)) / temperature).softmax(-1)
         needed = p.cumsum(-1) - p < top_p  # the tokens before it fall short of top_p
         least = ordered.masked_fill(~needed, math.inf).amin(-1, keepdim=True)
         logits = logits.masked_fill(logits < least, -math.inf)

@@ -4,6 +4,8 @@ rest of the batch.
 
 import torch
 
+from models.logps import at_least_fp32
+
 
 def int64(number):
     """The int64 with the same low 64 bits: torch integers wrap around."""
@@ -60,7 +62,7 @@ def sample_categorical(logits, uniform, temperature=1.0):
     the upper tail off (24 bits cannot exceed 16.6), which lowers the effective temperature of large
     vocabularies.
     """
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    logits = logits.to(at_least_fp32(logits))
     if temperature == 0:
         logps = logits.log_softmax(-1)
         tokens = logps.argmax(-1)
