@@ -23,7 +23,7 @@ def own_device():
     return device
 
 
-def setup_distributed(sequence_parallel=1):
+def setup_distributed(sequence_parallel):
     """Start the process group, gloo on CPU, NCCL for CUDA tensors, and in it the groups of ranks
     that share rows (distributed/sequence.py). -> device of this rank
     """
@@ -124,7 +124,7 @@ def maximum(number):
     return int(tensor)
 
 
-def close_distributed(status=0):
+def close_distributed(status):
     """End the process group on all ranks together: gloo can abort on a rank that still works. An
     exit status other than 0 ends the process.
     """

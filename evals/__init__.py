@@ -65,7 +65,7 @@ def load_task(name, instead=None):
     return task
 
 
-def load_examples(task, split, data, limit=None, divided=False):
+def load_examples(task, split, data, limit, divided=False):
     """`load` of a task; SystemExit if there are no examples. divided: the problems of `split` among
     those to train on, a tenth each for validation and test. Equal prompts are in one split."""
     examples = task.load("train" if divided else split, data, None if divided else limit)

@@ -19,7 +19,7 @@ VALIDATION = 512  # rows held out of a hub data set's train split if it has no v
 
 
 def read_examples(
-    read, needs, path, split, limit=None, hub="", hub_split="test", presets=(), config=None
+    read, needs, path, split, limit, hub="", hub_split="test", presets=(), config=None
 ):
     """`parse_rows` of a .jsonl, .jsonl.gz, .csv or .parquet file or of a hub data set: the first
     `limit` rows. hub: the task's own data set, read without a path; hub_split: its one split, which

@@ -83,7 +83,7 @@ def noisy_columns(score, block, valid):
     return (~needed).byte().argsort(dim=1, stable=True)[:, :n]
 
 
-def positions(valid, document=None):
+def positions(valid, document):
     """valid [B, T] bool, document [B, T] or None -> [B, T] int64: valid tokens of the document
     before each.
 

@@ -293,7 +293,7 @@ class Engine:
         self.check(settings)
         return settings
 
-    def validate(self, records=None, *, seed=0, **sampling):
+    def validate(self, records=None, **sampling):
         """Check what a run requests before its first rollout. sampling: fields of
         `SamplingSettings`. -> one line on what a rollout costs, for the log
 

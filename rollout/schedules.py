@@ -35,7 +35,7 @@ def reveal_shares(quota, schedule):
     return [tokens / max(sum(quota[step:]), 1) for step, tokens in enumerate(quota)]
 
 
-def block_quotas(*, gen_length, block_length, denoising_steps, schedule="uniform", **_):
+def block_quotas(*, gen_length, block_length, denoising_steps, schedule, **_):
     """The blocks of a completion. -> list of reveal_quota lists, one per block
 
     ascending (ASS, arXiv 2509.23924): S = floor(log2(gen_length)) steps in total reveal 1, 2, 4,

@@ -1,7 +1,7 @@
 """The record of a run: config.json, metrics.jsonl, metrics.csv, samples.jsonl, curves.png and
 report.html; heldout.jsonl with answers to held-out problems.
 
-    log = RunLog(__file__, args, task)
+    log = RunLog(__file__, args, task, step=0)
     log.write(step, {"reward/mean": 0.3, "loss/total": loss})
     log.close()
 
@@ -69,7 +69,7 @@ completion/distinct_frac""".split()
 class RunLog:
     """All ranks construct it and know `run_dir`; only rank 0 writes, others do nothing."""
 
-    def __init__(self, script, args, task, step=0):
+    def __init__(self, script, args, task, step):
         """script: its file. args: flags of a run. task: its name.
 
         With --resume rows of steps after `step` are dropped from the files, and config.json gets
