@@ -24,7 +24,7 @@ python   algos/sft.py                                     # the shipped tiny mod
 torchrun --nproc-per-node 8 algos/sft.py --model sdar-8b  # GSM8K, LoRA, eight GPUs
 """
 
-# >>> shared: offline_imports
+# >>> shared: imports
 import os
 import sys
 from dataclasses import dataclass
@@ -40,13 +40,17 @@ from distributed.groups import StepMetrics, setup_distributed
 from distributed.sharding import reduce_gradients, register_forwards, sharding
 from models import add_lora, load_weights, meta_model, router_metrics, set_speed
 from models.tensors import frozen_dtype
+
+# <<< shared: imports
+# >>> shared: offline
+# isort: split
 from run import HeldOut, Run, RunFlags
 
 TINY = {  # what every offline script takes on the tiny models
     "task": "countdown", "lora_rank": 0, "learning_rate": 3e-4, "batch_size": 128,
     "warmup_steps": 5, "eval_limit": 512,
 }  # fmt: skip
-# <<< shared: offline_imports
+# <<< shared: offline
 # isort: split
 from typing import Literal
 

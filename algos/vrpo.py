@@ -13,7 +13,7 @@ python   algos/vrpo.py                                      # the shipped tiny m
 torchrun --nproc-per-node 8 algos/vrpo.py --model llada-8b  # GSM8K, LoRA, eight GPUs
 """
 
-# >>> shared: offline_imports
+# >>> shared: imports
 import os
 import sys
 from dataclasses import dataclass
@@ -29,16 +29,19 @@ from distributed.groups import StepMetrics, setup_distributed
 from distributed.sharding import reduce_gradients, register_forwards, sharding
 from models import add_lora, load_weights, meta_model, router_metrics, set_speed
 from models.tensors import frozen_dtype
+
+# <<< shared: imports
+# >>> shared: offline
+# isort: split
 from run import HeldOut, Run, RunFlags
 
 TINY = {  # what every offline script takes on the tiny models
     "task": "countdown", "lora_rank": 0, "learning_rate": 3e-4, "batch_size": 128,
     "warmup_steps": 5, "eval_limit": 512,
 }  # fmt: skip
-# <<< shared: offline_imports
+# <<< shared: offline
 # isort: split
 import math
-from copy import deepcopy
 from dataclasses import replace
 
 import torch.nn.functional as F
@@ -172,7 +175,7 @@ def load_models(model, device, args):
     """-> policy, frozen reference (with LoRA None: the policy without its adapters)"""
     ref = None
     if args.beta and not args.lora_rank:
-        ref = deepcopy(model).to(frozen_dtype(device)).requires_grad_(False)
+        ref = meta_model(args.model, frozen_dtype(device)).requires_grad_(False)
         load_weights(parallelize(ref, args), device)
     # sharded before weights are read: no rank ever holds the whole model
     return load_weights(parallelize(model, args), device), ref

@@ -16,7 +16,6 @@ torchrun --nproc-per-node 8 algos/wd1.py --model sdar-8b  # GSM8K, LoRA, eight G
 # >>> shared: imports
 import os
 import sys
-from copy import deepcopy
 from dataclasses import dataclass
 
 sys.path.insert(0, os.path.realpath(f"{__file__}/../.."))
@@ -28,8 +27,13 @@ import torch.distributed as dist
 
 from distributed.groups import StepMetrics, setup_distributed
 from distributed.sharding import reduce_gradients, register_forwards, sharding
-from models import adapters_off, add_lora, load_weights, meta_model, router_metrics, set_speed
+from models import add_lora, load_weights, meta_model, router_metrics, set_speed
 from models.tensors import frozen_dtype
+
+# <<< shared: imports
+# >>> shared: online
+# isort: split
+from models import adapters_off
 from rollout import sync_engine
 from rollout.rows import Rows
 from run import Problems, RolloutFlags, Run
@@ -42,7 +46,7 @@ TINY = {  # what every method takes on the tiny models
     "weight_decay": 0.0, "max_grad_norm": 1.0, "temperature": 1.0, "num_generations": 8,
     "prompts_per_step": 16, "warmup_steps": 5, "eval_every": 25, "eval_limit": 512,
 }  # fmt: skip
-# <<< shared: imports
+# <<< shared: online
 
 
 @dataclass
@@ -164,7 +168,7 @@ def load_models(model, device, args):
     """-> policy, frozen reference (with LoRA None: the policy without its adapters)"""
     ref = None
     if args.beta and not args.lora_rank:
-        ref = deepcopy(model).to(frozen_dtype(device)).requires_grad_(False)
+        ref = meta_model(args.model, frozen_dtype(device)).requires_grad_(False)
         load_weights(parallelize(ref, args), device)
     # sharded before weights are read: no rank ever holds the whole model
     return load_weights(parallelize(model, args), device), ref
