@@ -212,9 +212,7 @@ def parallelize(model, args):
 def build_policy(device, args):
     """The model to train, without weights: flags that cannot work are refused before they load."""
     model = meta_model(args.model, frozen_dtype(device) if args.lora_rank else torch.float32)
-    if args.lora_rank:
-        add_lora(model, *args.lora)
-    return model
+    return add_lora(model, *args.lora) if args.lora_rank else model
 
 
 def make_optimizer(model, args):
