@@ -76,12 +76,10 @@ class Args(RolloutFlags):
     """clip range (official recipe: 0.5)"""
     beta: float = 0.01
     """KL coefficient (official recipe: 0.01)"""
-    # >>> shared: reference_flags
     ref_sync_steps: int = 64
     """optimizer steps between updates of the reference; 0, or with LoRA: never (official: 64)"""
     ref_mixup: float = 0.6
     """share of the policy in an updated reference (official recipe: TRL's default, 0.6)"""
-    # <<< shared: reference_flags
     t_range: tuple[float, float] = (0.2, 0.8)
     """masked share t of one half; the other has 1 - t (paper: 0.2 to 0.8)"""
     baseline: Literal["mean", "loo"] = "mean"

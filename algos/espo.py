@@ -76,12 +76,10 @@ class Args(RolloutFlags):
     """clip range of the ratio per token (official train.yaml: 0.2; countdown 0, demos 4e-4)"""
     beta: float = 1e-3
     """KL coefficient (official gsm8k and math: 1e-3; countdown 3e-3; sudoku and code 1e-2)"""
-    # >>> shared: reference_flags
     ref_sync_steps: int = 64
     """optimizer steps between updates of the reference; 0, or with LoRA: never (official: 64)"""
     ref_mixup: float = 0.6
     """share of the policy in an updated reference (official recipe: TRL's default, 0.6)"""
-    # <<< shared: reference_flags
     mc_num: int = 2
     """pairs of masks per sequence, M (official recipes: 2)"""
 

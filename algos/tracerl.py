@@ -367,9 +367,10 @@ def main(args):
     run.begin(engine, model)
     # <<< shared: load
     if args.value_model:
-        critic = load_value_model(build_policy(device, args), device, parallelize, args)
-        values = critic, make_optimizer(critic, args)
-        run.saves.include(*values, run.start)
+        critic = load_value_model(
+            build_policy(device, args), device, parallelize, make_optimizer, args
+        )
+        run.saves.include(*critic, run.start)
     for step, clock in run.steps():
         # >>> shared: rollout
         with clock("rollout"):
@@ -381,7 +382,7 @@ def main(args):
         # <<< shared: rollout
         if args.value_model:
             with clock("value"):
-                metrics |= update_values(*values, batch, step, args)
+                metrics |= update_values(*critic, batch, step, args)
         # >>> shared: learn
         if args.positive_only:
             batch.advantages.clamp_(min=0)
