@@ -31,13 +31,11 @@ import torch.distributed as dist
 
 from distributed.groups import StepMetrics, setup_distributed
 from distributed.sharding import reduce_gradients, register_forwards, sharding
-from models import add_lora, load_weights, meta_model, router_metrics, set_speed
-from models.tensors import frozen_dtype
 
 # <<< shared: imports
 # >>> shared: online
-# isort: split
-from models import adapters_off
+from models import adapters_off, add_lora, load_weights, meta_model, router_metrics, set_speed
+from models.tensors import frozen_dtype
 from rollout import sync_engine
 from rollout.rows import Rows
 from run import Problems, RolloutFlags, Run

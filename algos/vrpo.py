@@ -27,12 +27,11 @@ import torch.distributed as dist
 
 from distributed.groups import StepMetrics, setup_distributed
 from distributed.sharding import reduce_gradients, register_forwards, sharding
-from models import add_lora, load_weights, meta_model, router_metrics, set_speed
-from models.tensors import frozen_dtype
 
 # <<< shared: imports
 # >>> shared: offline
-# isort: split
+from models import add_lora, load_weights, meta_model, router_metrics, set_speed
+from models.tensors import frozen_dtype
 from run import HeldOut, Run, RunFlags
 
 TINY = {  # what every offline script takes on the tiny models
