@@ -91,7 +91,7 @@ def sample_masks(batch, iteration, args):
     token shows where the end is.
     -> Rows, R = B, K = mc_num
     """
-    c, block = batch.completion_mask, batch.block_ids.contiguous()
+    c, block = batch.completion_mask, batch.block_ids
     # searchsorted finds the first column of a block: its u serves all tokens of the block
     u = batch.uniform(iteration, "count", torch.searchsorted(block, block))
     weights = []

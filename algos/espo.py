@@ -104,7 +104,7 @@ def sample_masks(batch, iteration, args):
     (n + 1) / k and (n + 1) / (n - k). Both draws mask everything after the EOS, so that no later
     token shows where the end is. -> Rows, R = B, K = 2 mc_num
     """
-    c, block = batch.completion_mask, batch.block_ids.contiguous()
+    c, block = batch.completion_mask, batch.block_ids
     # searchsorted finds the first column of a block: its t serves all tokens of the block
     t = batch.uniform(iteration, "t", torch.searchsorted(block, block))
     n, weights = block_counts(c, block)[0], []

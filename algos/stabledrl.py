@@ -107,7 +107,7 @@ def sample_masks(batch, iteration, args):
     Weights: tokens / masked tokens of the likelihood block. All draws mask the same prompt tokens,
     in the clean ids too, because a block model attends to those. -> Rows, R = B, K = mc_num
     """
-    c, block = batch.completion_mask, batch.block_ids.contiguous()
+    c, block = batch.completion_mask, batch.block_ids
     head, n = torch.searchsorted(block, block), batch.trace.settings["block_length"]
     part = (torch.arange(c.shape[1], device=c.device) - head) // n  # block of the rollout
     tokens, _ = block_counts(c, block)

@@ -106,7 +106,7 @@ def sample_masks(batch, stream, args):
     k / m: the sum over a draw bounds the log-likelihood. After the answer all is masked: no later
     token may show where it ends. -> Rows, R = B, K = n
     """
-    c, block = batch.completion_mask, batch.block_ids.contiguous()
+    c, block = batch.completion_mask, batch.block_ids
     # searchsorted finds the first column of a block: its u serves all tokens of the block
     u, weights = batch.uniform(stream, "count", torch.searchsorted(block, block)), []
     for j in range(args.num_draws(replays=0)):

@@ -22,7 +22,7 @@ class Batch:
         self.completion_mask = trace.completion_mask  # [B, L] bool, up to and with the first EOS
         self.P = self.input_ids.shape[1] - self.completion_mask.shape[1]
         # [B, L] likelihood block: its tokens are predicted jointly, given the blocks before it
-        self.block_ids = model.grid(self.valid_mask)[1][:, self.P :]
+        self.block_ids = model.grid(self.valid_mask)[1][:, self.P :].contiguous()
         self.mask_token_id = model.mask_token_id
         self.num_tokens, self.num_sequences = all_reduce(  # of this step
             {"tokens": self.completion_mask.sum(), "sequences": len(self.input_ids)}

@@ -138,7 +138,9 @@ def made_batch(input_ids, completion_mask, block_ids=None, block_length=4, mask=
         input_ids=input_ids,
         valid_mask=torch.ones_like(input_ids, dtype=torch.bool),
         completion_mask=completion_mask,
-        block_ids=torch.zeros(B, L, dtype=torch.long) if block_ids is None else block_ids,
+        block_ids=torch.zeros(B, L, dtype=torch.long)
+        if block_ids is None
+        else block_ids.contiguous(),
         P=input_ids.shape[1] - L,
         mask_token_id=mask,
         num_tokens=float(completion_mask.sum()),
