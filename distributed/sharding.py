@@ -107,4 +107,4 @@ def cuda_bytes():
     """Memory of this rank's GPU; 0 on a CPU"""
     if not torch.cuda.is_available():
         return 0
-    return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+    return torch.cuda.get_device_properties().total_memory
