@@ -188,9 +188,12 @@ def build_policy(device, args):
 
 def make_optimizer(model, args):
     """AdamW of what is trained; `update` sets its learning rate"""
-    trained = [p for p in model.parameters() if p.requires_grad]
-    how = {"weight_decay": args.weight_decay, "fused": torch.cuda.is_available()}
-    return torch.optim.AdamW(trained, betas=args.betas, **how)
+    return torch.optim.AdamW(
+        [p for p in model.parameters() if p.requires_grad],
+        betas=args.betas,
+        weight_decay=args.weight_decay,
+        fused=torch.cuda.is_available(),
+    )
 
 
 # <<< shared: parallelize
