@@ -44,13 +44,17 @@ train() { # NAME STEPS SCRIPT FLAG...: a run in $OUT/NAME; $OUT/NAME/final is a 
 }
 
 # 1. The model's own answers to the training questions: right ones, and half as many wrong ones.
-# lmdeploy's engine is bound by Python: six of them share a large GPU, ENGINES=2 a small one.
-$PYTHON -c "import lmdeploy" 2>/dev/null && engines=6 || engines=1
-if ((engines == 1)) && [ ! -e "$OUT/samples/table.md" ]; then
+# lmdeploy's engine is bound by Python: six of them share a large GPU, two a small one.
+memory=$($PYTHON -c "import torch
+print(torch.cuda.get_device_properties().total_memory >> 30 if torch.cuda.is_available() else 0)")
+if ((memory == 0)); then echo "torch sees no GPU: this will take days"; fi
+if $PYTHON -c "import lmdeploy" 2>/dev/null; then
+    ENGINES=${ENGINES:-$((GPUS * (memory < 40 ? 2 : 6)))}
+elif [ ! -e "$OUT/samples/table.md" ]; then
     echo "Without lmdeploy this stage is slow; the times in docs/real.md are with it. To install it:" \
         "$PYTHON -m pip install -r requirements-gpu.txt; then begin again with another OUT"
 fi
-ENGINES=${ENGINES:-$((GPUS * engines))}
+ENGINES=${ENGINES:-$GPUS}
 evaluate teacher $ENGINES --model "$MODEL" --data "$TEST"
 evaluate samples $ENGINES --model "$MODEL" --data "$TRAIN" --split train --samples 3 \
     --temperature 0.8 --top-p 0.95 --gen-length 512
