@@ -47,7 +47,7 @@ train() { # NAME STEPS SCRIPT FLAG...: a run in $OUT/NAME; $OUT/NAME/final is a 
 # lmdeploy's engine is bound by Python: six of them share a large GPU, two a small one.
 memory=$($PYTHON -c "import torch
 print(torch.cuda.get_device_properties().total_memory >> 30 if torch.cuda.is_available() else 0)")
-if ((memory == 0)); then echo "torch sees no GPU: this will take days"; fi
+if ((memory == 0)); then echo "torch sees no GPU: on a CPU this is far too slow"; fi
 if $PYTHON -c "import lmdeploy" 2>/dev/null; then
     ENGINES=${ENGINES:-$((GPUS * (memory < 40 ? 2 : 6)))}
 elif [ ! -e "$OUT/samples/table.md" ]; then

@@ -30,9 +30,6 @@ import torch.distributed as dist
 
 from distributed.groups import StepMetrics, setup_distributed
 from distributed.sharding import reduce_gradients, register_forwards, sharding
-
-# <<< shared: imports
-# >>> shared: online
 from models import adapters_off, add_lora, load_weights, meta_model, router_metrics, set_speed
 from models.tensors import frozen_dtype
 from rollout import sync_engine
@@ -47,7 +44,7 @@ TINY = {  # what every method takes on the tiny models
     "weight_decay": 0.0, "max_grad_norm": 1.0, "temperature": 1.0, "num_generations": 8,
     "prompts_per_step": 16, "warmup_steps": 5, "eval_every": 25, "eval_limit": 512,
 }  # fmt: skip
-# <<< shared: online
+# <<< shared: imports
 # isort: split
 from rollout.rows import choose_in_blocks
 
@@ -99,10 +96,8 @@ def sample_masks(batch, iteration, args):
         noise = batch.uniform(iteration, j)
         chosen, n, m = choose_in_blocks(c, block, (u + j / args.mc_num) % 1, noise)
         weights.append(chosen * n / m)
-    # >>> shared: method_draws
     weights = torch.stack(weights, 1)
     return Rows(batch, (weights > 0) | ~c[:, None], weights)
-    # <<< shared: method_draws
 
 
 def estimate_logps(logps, rows, args):
@@ -159,11 +154,9 @@ def build_policy(device, args):
 
 def make_optimizer(model, args):
     """AdamW of what is trained; `update` sets its learning rate"""
+    trained = [p for p in model.parameters() if p.requires_grad]
     return torch.optim.AdamW(
-        [p for p in model.parameters() if p.requires_grad],
-        betas=args.betas,
-        weight_decay=args.weight_decay,
-        fused=torch.cuda.is_available(),
+        trained, betas=args.betas, weight_decay=args.weight_decay, fused=torch.cuda.is_available()
     )
 
 

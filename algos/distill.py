@@ -19,7 +19,7 @@ python   algos/distill.py --data runs/own               # of the shipped tiny mo
 torchrun --nproc-per-node 8 algos/distill.py --model sdar-8b --data runs/own  # LoRA, eight GPUs
 """
 
-# >>> shared: imports
+# >>> shared: offline_imports
 import os
 import sys
 from dataclasses import dataclass
@@ -33,9 +33,6 @@ import torch.distributed as dist
 
 from distributed.groups import StepMetrics, setup_distributed
 from distributed.sharding import reduce_gradients, register_forwards, sharding
-
-# <<< shared: imports
-# >>> shared: offline
 from models import add_lora, load_weights, meta_model, router_metrics, set_speed
 from models.tensors import frozen_dtype
 from run import HeldOut, Run, RunFlags
@@ -44,7 +41,7 @@ TINY = {  # what every offline script takes on the tiny models
     "task": "countdown", "lora_rank": 0, "learning_rate": 3e-4, "batch_size": 128,
     "warmup_steps": 5, "eval_limit": 512,
 }  # fmt: skip
-# <<< shared: offline
+# <<< shared: offline_imports
 # isort: split
 from typing import Literal
 
@@ -141,11 +138,9 @@ def build_policy(device, args):
 
 def make_optimizer(model, args):
     """AdamW of what is trained; `update` sets its learning rate"""
+    trained = [p for p in model.parameters() if p.requires_grad]
     return torch.optim.AdamW(
-        [p for p in model.parameters() if p.requires_grad],
-        betas=args.betas,
-        weight_decay=args.weight_decay,
-        fused=torch.cuda.is_available(),
+        trained, betas=args.betas, weight_decay=args.weight_decay, fused=torch.cuda.is_available()
     )
 
 

@@ -32,9 +32,6 @@ import torch.distributed as dist
 
 from distributed.groups import StepMetrics, setup_distributed
 from distributed.sharding import reduce_gradients, register_forwards, sharding
-
-# <<< shared: imports
-# >>> shared: online
 from models import adapters_off, add_lora, load_weights, meta_model, router_metrics, set_speed
 from models.tensors import frozen_dtype
 from rollout import sync_engine
@@ -49,7 +46,7 @@ TINY = {  # what every method takes on the tiny models
     "weight_decay": 0.0, "max_grad_norm": 1.0, "temperature": 1.0, "num_generations": 8,
     "prompts_per_step": 16, "warmup_steps": 5, "eval_every": 25, "eval_limit": 512,
 }  # fmt: skip
-# <<< shared: online
+# <<< shared: imports
 # isort: split
 from rollout.rows import block_counts
 
@@ -112,19 +109,13 @@ def sample_masks(batch, iteration, args):
         below = batch.uniform(iteration, j) < (t + j / args.mc_num) % 1
         for part in (c & below, c & ~below):
             weights.append(part * (n + 1) / block_counts(part, block)[0].clamp(min=1))
-    # >>> shared: method_draws
     weights = torch.stack(weights, 1)
     return Rows(batch, (weights > 0) | ~c[:, None], weights)
-    # <<< shared: method_draws
 
 
-# >>> shared: method_elbo
 def estimate_logps(logps, rows, args):
     """ELBO of a completion: mean over draws of the sum over its tokens. [R, K, L] -> [R]"""
     return (rows.weights * logps).sum(2).mean(1)
-
-
-# <<< shared: method_elbo
 
 
 def compute_advantages(rewards, args):
@@ -197,11 +188,9 @@ def build_policy(device, args):
 
 def make_optimizer(model, args):
     """AdamW of what is trained; `update` sets its learning rate"""
+    trained = [p for p in model.parameters() if p.requires_grad]
     return torch.optim.AdamW(
-        [p for p in model.parameters() if p.requires_grad],
-        betas=args.betas,
-        weight_decay=args.weight_decay,
-        fused=torch.cuda.is_available(),
+        trained, betas=args.betas, weight_decay=args.weight_decay, fused=torch.cuda.is_available()
     )
 
 

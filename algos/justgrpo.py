@@ -31,9 +31,6 @@ import torch.distributed as dist
 
 from distributed.groups import StepMetrics, setup_distributed
 from distributed.sharding import reduce_gradients, register_forwards, sharding
-
-# <<< shared: imports
-# >>> shared: online
 from models import adapters_off, add_lora, load_weights, meta_model, router_metrics, set_speed
 from models.tensors import frozen_dtype
 from rollout import sync_engine
@@ -48,7 +45,7 @@ TINY = {  # what every method takes on the tiny models
     "weight_decay": 0.0, "max_grad_norm": 1.0, "temperature": 1.0, "num_generations": 8,
     "prompts_per_step": 16, "warmup_steps": 5, "eval_every": 25, "eval_limit": 512,
 }  # fmt: skip
-# <<< shared: online
+# <<< shared: imports
 # isort: split
 from typing import Literal
 
@@ -174,11 +171,9 @@ def build_policy(device, args):
 
 def make_optimizer(model, args):
     """AdamW of what is trained; `update` sets its learning rate"""
+    trained = [p for p in model.parameters() if p.requires_grad]
     return torch.optim.AdamW(
-        [p for p in model.parameters() if p.requires_grad],
-        betas=args.betas,
-        weight_decay=args.weight_decay,
-        fused=torch.cuda.is_available(),
+        trained, betas=args.betas, weight_decay=args.weight_decay, fused=torch.cuda.is_available()
     )
 
 

@@ -151,9 +151,9 @@ def test_a_value_model_is_like_its_policy(rank):
     built = (meta_model("tiny-sdar") for _ in range(2))
     model, policy = (add_lora(one, 4, 8, ["q_proj"], 3) if rank else one for one in built)
     policy = load_weights(policy, "cpu")
-    same = lambda model: model
-    model, trained = load_value_model(model, "cpu", same, same)
-    assert trained is model  # made of it
+    unchanged = lambda model: model
+    model, optimized = load_value_model(model, "cpu", unchanged, unchanged)
+    assert optimized is model  # not the policy
     same = model.state_dict()
     assert not same.pop("value_head.weight").any()
     torch.testing.assert_close(same, policy.state_dict(), rtol=0, atol=0)
